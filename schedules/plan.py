@@ -1,0 +1,192 @@
+"""What is a plan: all ranks' programs, where the stages live and which edges join them?"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from schedules.action import Action, Actions
+from schedules.dependencies import Edge, Edges, chain
+from schedules.errors import ScheduleError
+from schedules.ops import ACTIVATION, COMPUTE, OPS, SAVED
+from schedules.schedule import check_microbatches, check_placement, stages_by_rank
+from schedules.table import Table, csv_cells, line_cells, read
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank does in one step, a value: `schedules.verify` says whether it works.
+
+    `placement[s]` is the rank of stage s, `programs[r]` what rank r does. As text, one line a rank:
+
+        rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+        rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+    """
+
+    placement: tuple[int, ...]
+    microbatches: int
+    programs: tuple[Actions, ...]
+    edges: tuple[Edge, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", check_placement(self.placement))
+        check_microbatches(self.microbatches)
+        object.__setattr__(self, "programs", _columns(self.programs))
+        object.__setattr__(self, "edges", Edges.of(self.edges))
+        if len(self.programs) != self.ranks:
+            raise ScheduleError(
+                f"{len(self.programs)} programs for {self.ranks} ranks: the placement needs one a rank"
+            )
+        for edge in self.edges:
+            if edge[1] >= self.num_stages:
+                raise ScheduleError(f"edge {edge} leaves the plan's {self.num_stages} stages")
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return 1 + max(self.placement)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, ascending."""
+        return self._stages[rank]
+
+    @cached_property
+    def orders(self) -> tuple[Actions, ...]:
+        """The programs without communication."""
+        return tuple(program.where(_IS_COMPUTE[program.ops]) for program in self.programs)
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """Whether no rank does any backward: a plan for evaluation."""
+        return not any(_IS_BACKWARD[program.ops].any() for program in self.programs)
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether every stage adds its weight gradients up (B or W) in microbatch order."""
+        return all(map(_adds_in_order, self.programs))
+
+    @cached_property
+    def peak_live(self) -> tuple[int, ...]:
+        """Per rank, the most activations saved at once: live from an F to its B, or its W where it is split.
+
+        Received inputs that no F has used yet are not among them.
+        """
+        if self.forward_only:
+            return (0,) * self.ranks
+        return tuple(
+            int(_LIVES[program.ops].cumsum(dtype=np.int64).max(initial=0)) for program in self.programs
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all of it, in hex: the same on every machine, and different for any other plan."""
+        names = {op: spec.code for op, spec in OPS.items()}
+        head = (self.placement, self.microbatches, tuple(self.edges), names, [len(p) for p in self.programs])
+        digest = hashlib.sha256(repr(head).encode())
+        for program in self.programs:
+            for column in (program.ops, program.stages, program.microbatches, program.peers):
+                little = column.astype(column.dtype.newbyteorder("<"), copy=False)
+                digest.update(np.ascontiguousarray(little).data)
+        return digest.hexdigest()
+
+    def draw(self) -> str:
+        """The plan as a grid of time, one row a rank: see `schedules.drawing`."""
+        from schedules.drawing import draw
+
+        return draw(self)
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank}: {program}" for rank, program in enumerate(self.programs))
+
+    def to_csv(self) -> str:
+        """One row a rank, one cell an action: the file that torch.distributed.pipelining reads and writes."""
+        return "".join(",".join(map(str, program)) + "\n" for program in self.programs)
+
+    @classmethod
+    def parse(cls, text: str, edges: Iterable[Edge] | None = None) -> Plan:
+        """Reads what `str(plan)` wrote; the rest as in `from_csv`."""
+        return cls._of(read(line_cells(text)), edges)
+
+    @classmethod
+    def from_csv(cls, source: str | os.PathLike[str], edges: Iterable[Edge] | None = None) -> Plan:
+        """Reads a CSV text (a str) or file (a Path). Empty cells are bubbles, and ignored.
+
+        A stage lives where its compute actions stand; `edges` are the chain and whatever other peers occur.
+        The plan is as the file has it: not lowered, if it has compute actions only, and not verified.
+        """
+        text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8-sig")
+        return cls._of(read(csv_cells(text)), edges)
+
+    @classmethod
+    def _of(cls, table: Table, edges: Iterable[Edge] | None) -> Plan:
+        found = edges_of(table.programs, len(table.placement)) if edges is None else Edges.of(edges)
+        return cls(table.placement, table.microbatches, table.programs, found)
+
+    @cached_property
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        return stages_by_rank(self.placement)
+
+
+def edges_of(programs: Iterable[Actions], num_stages: int) -> Edges:
+    """The edges that programs imply: the chain, then whatever other peers occur, ascending.
+
+    A peer that cannot be one makes no edge: `verify` then refuses the action, and says where it stands.
+    """
+    others: set[Edge] = set()
+    for program in programs:
+        named = program.where(program.peers >= 0)
+        at_source = _AT_SOURCE[named.ops]
+        sources = np.where(at_source, named.stages, named.peers)
+        destinations = np.where(at_source, named.peers, named.stages)
+        pairs = np.unique(np.stack((sources, destinations), axis=1), axis=0)
+        others.update((s, d) for s, d in pairs.tolist() if s < d < num_stages)
+    edges = chain(num_stages)
+    return Edges.of((*edges, *sorted(others - set(edges)))) if others else edges
+
+
+def _columns(programs: Sequence[Sequence[Action]]) -> tuple[Actions, ...]:
+    columns = []
+    for rank, program in enumerate(programs):
+        try:
+            columns.append(Actions.of(program))
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"rank {rank}: {error}", rank=rank, position=error.position, action=error.action
+            ) from None
+    return tuple(columns)
+
+
+def _adds_in_order(program: Actions) -> bool:
+    adds = program.where(_LIVES[program.ops] < 0)
+    by_stage = np.argsort(adds.stages, kind="stable")
+    stages, microbatches = adds.stages[by_stage], adds.microbatches[by_stage]
+    return not bool(((np.diff(microbatches) < 0) & (np.diff(stages) == 0)).any())
+
+
+def _by_code(values: dict[str, int]) -> npt.NDArray[np.int8]:
+    column = np.zeros(256, np.int8)
+    for op, value in values.items():
+        column[OPS[op].code] = value
+    return column
+
+
+# Facts of the table of ops by code, so that a column of ops becomes a column of facts.
+_IS_COMPUTE = _by_code(dict.fromkeys(COMPUTE, 1)) > 0
+_IS_BACKWARD = _by_code({op: spec.backward for op, spec in OPS.items()}) > 0
+_LIVES = _by_code(
+    {op: (SAVED in OPS[op].makes) - (OPS[op].frees == SAVED) for op in COMPUTE}
+)  # +1 where an activation is saved, -1 where it dies
+_AT_SOURCE = (
+    _by_code({op: (spec.carries == ACTIVATION) == spec.sends for op, spec in OPS.items() if spec.carries}) > 0
+)

@@ -1,0 +1,86 @@
+"""How are programs read from text, and what does a mistake in it say?"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from schedules.action import Action, Actions
+from schedules.errors import ScheduleError
+from schedules.ops import OPS
+
+_LINE = re.compile(r"rank ([0-9]+):(.*)")
+
+
+class Table(NamedTuple):
+    """What the cells say: `placement` is read from where the stages' compute actions stand."""
+
+    placement: tuple[int, ...]
+    microbatches: int
+    programs: tuple[Actions, ...]
+
+
+def csv_cells(text: str) -> Iterator[list[str]]:
+    """The rows of a CSV text; what a file's end has in empty lines is no row."""
+    yield from csv.reader(io.StringIO(text.rstrip("\r\n")))
+
+
+def line_cells(text: str) -> Iterator[list[str]]:
+    """The rows of `str(plan)`."""
+    for rank, line in enumerate(text.strip().splitlines()):
+        match = _LINE.fullmatch(line.strip())
+        if match is None or int(match[1]) != rank:
+            raise ScheduleError(f"line {rank}: expected 'rank {rank}: <actions>', not {line!r}", rank=rank)
+        yield match[2].split()
+
+
+def read(rows: Iterable[list[str]]) -> Table:
+    """One row a rank, one action a cell; empty cells are bubbles."""
+    programs = tuple(_program(rank, cells) for rank, cells in enumerate(rows))
+    if not programs:
+        raise ScheduleError("a plan without ranks: it needs one row a rank")
+    microbatches = 1 + max(int(program.microbatches.max()) for program in programs)
+    return Table(_placement(programs), microbatches, programs)
+
+
+def _program(rank: int, cells: list[str]) -> Actions:
+    actions = []
+    for column, cell in enumerate(cells):
+        text = cell.strip()
+        if not text:
+            continue
+        try:
+            actions.append(Action.parse(text))
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"rank {rank}, column {column}: {error}", rank=rank, position=column, span=error.span
+            ) from None
+    if not actions:
+        raise ScheduleError(f"rank {rank} is missing: its row is empty", rank=rank)
+    return Actions.of(actions)
+
+
+def _placement(programs: tuple[Actions, ...]) -> tuple[int, ...]:
+    rank_of: dict[int, int] = {}
+    for rank, program in enumerate(programs):
+        for position, action in enumerate(program):
+            if OPS[action.op].is_compute and rank_of.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"rank {rank}, #{position} {action}: stage {action.stage} is on rank "
+                    f"{rank_of[action.stage]} too, and a stage lives on one rank",
+                    rank=rank,
+                    position=position,
+                    action=action,
+                )
+    num_stages = 1 + max(rank_of, default=-1)
+    unused = next((stage for stage in range(num_stages) if stage not in rank_of), None)
+    if unused is not None or not rank_of:
+        raise ScheduleError(
+            "no rank computes anything"
+            if unused is None
+            else f"stage {unused} is never used, though stage {num_stages - 1} is: stages are 0, 1, 2, ..."
+        )
+    return tuple(rank_of[stage] for stage in range(num_stages))
