@@ -1,0 +1,80 @@
+"""What all stages of a rank share during one call of step, evaluate or predict."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipe.agreement import LossInfo
+from pipe.boundary import Pytree
+from pipe.randomness import Seeds
+
+
+@dataclass
+class Call:
+    """One call, as all ranks have agreed on it.
+
+    Args:
+        trains: whether the plan has backwards.
+        microbatches: how many there are.
+        keys: for each microbatch, a number that stands for all that shapes its boundaries; equal numbers mean equal
+            shapes, on every rank.
+        weights: each microbatch's weight in the mean (w_i).
+        reference: the weight that gradients are divided by (W of contract 11).
+        seeds: for each microbatch and layer, or None where layers draw as they please.
+        targets: for each microbatch, where this process has the last stage.
+        predicts: keep the last stage's outputs instead of asking for a loss.
+        loss_info: what all ranks know of the loss from earlier calls, if anything.
+    """
+
+    trains: bool
+    microbatches: int
+    keys: Sequence[int]
+    weights: Sequence[float]
+    reference: float
+    seeds: Seeds | None = None
+    targets: Sequence[Pytree] | None = None
+    predicts: bool = False
+    loss_info: LossInfo | None = None
+    predictions: dict[int, Pytree] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    metrics: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    _factors: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    def target(self, microbatch: int, device: torch.device) -> Pytree:
+        """A microbatch's target: the caller's own view, moved only where it has to be."""
+        assert self.targets is not None
+        target = self.targets[microbatch]
+        if device.type == "cpu":
+            return target
+        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), target)
+
+    def record(self, microbatch: int, loss: Tensor, metrics: Mapping[str, Any]) -> None:
+        self.losses[microbatch] = loss
+        if metrics:
+            self.metrics[microbatch] = metrics
+
+    def factor(self, microbatch: int, loss: Tensor) -> Tensor:
+        """w_i / W, the gradient that a microbatch's backward begins with, on the loss's device."""
+        kind = (loss.dtype, loss.device)
+        factors = self._factors.get(kind)
+        if factors is None:
+            # Divided in double precision, then rounded once, as `loss * (w / W)` does with Python's floats.
+            exact = [weight / self.reference for weight in self.weights]
+            factors = self._factors[kind] = torch.tensor(exact, dtype=loss.dtype, device=loss.device)
+        return factors[microbatch]
+
+    def mean(self, values: Mapping[int, Any]) -> Tensor:
+        """The weighted mean of one number a microbatch, as a 0-d tensor in the numbers' precision."""
+        total = sum(self.weights)
+        numbers = [torch.as_tensor(values[index]).detach().reshape(()) for index in sorted(values)]
+        if not numbers or not total:
+            return torch.zeros(())
+        stacked = torch.stack(numbers)
+        if not stacked.is_floating_point():
+            stacked = stacked.to(torch.get_default_dtype())
+        shares = [self.weights[index] / total for index in sorted(values)]
+        return (stacked * torch.tensor(shares, dtype=stacked.dtype, device=stacked.device)).sum()

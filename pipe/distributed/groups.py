@@ -1,0 +1,122 @@
+"""Turns a DeviceMesh, or the world, into the groups of one pipeline; nothing else knows global ranks."""
+
+import atexit
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipe.transport import Lane
+
+# Pipelines of one process, numbered alike in every process since all construct them in the same order.
+_serial = count()
+
+
+def world_size(mesh: DeviceMesh | None) -> int:
+    """How many processes a pipeline would span; 1 means that it lives in this one.
+
+    Raises:
+        ValueError: a mesh without a `pp` dimension, or with a `dp` dimension of more than one.
+    """
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ()
+        if "pp" not in names:
+            raise ValueError(f"mesh= needs a dimension named 'pp'; it has {list(names)}")
+        if "dp" in names and mesh["dp"].size() > 1:
+            raise ValueError(f"mesh= has {mesh['dp'].size()} replicas (dimension 'dp'); data parallelism isn't there yet")
+        return mesh["pp"].size()
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def default_device() -> torch.device:
+    """The device of this process: cuda:LOCAL_RANK where there are GPUs, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+class Groups:
+    """The process groups of one pipeline, and this process's rank in it.
+
+    They are made apart from torch's registry of groups, on a store prefix of their own: closing them wakes whoever
+    waits in them and disturbs nobody else, and other pipelines of the same world aren't asked.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, device: torch.device, timeout: float) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        self._on_cpu = device.type == "cpu"
+        if not self._on_cpu:
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo" if self._on_cpu else "cpu:gloo,cuda:nccl", timeout=self._timeout)
+            atexit.register(_leave_world)
+        members = _members(mesh)
+        self.rank = members.index(dist.get_rank())
+        self.size = len(members)
+        scope = f"pipe/{next(_serial)}/{members[0]}"
+        self.store: dist.Store = dist.PrefixStore(scope, dist.distributed_c10d._get_default_store())
+        everyone = range(self.size)
+        self.control = self._gloo("control", everyone)
+        # On CPUs one gloo group serves everything: each group costs threads, which spin.
+        self.data = self.control if self._on_cpu else self._nccl("data", everyone)
+        self._lanes: dict[Lane, tuple[Any, int, int]] = {}
+
+    def open(self, lanes: Sequence[Lane]) -> None:
+        """Gives every channel of this rank its communicator, in an order that is the same on all ranks.
+
+        Under NCCL each channel is a communicator of its own: one shared by both directions would run their transfers
+        in the order of posting and close cycles. gloo keeps channels apart by tag.
+        """
+        for lane in sorted(lanes):
+            ends = sorted((lane.source, lane.destination))
+            if self.rank not in ends:
+                continue
+            if self._on_cpu:
+                self._lanes[lane] = (self.control, lane.source, lane.destination)
+            else:
+                name = f"{lane.source}-{lane.destination}-{lane.value}"
+                self._lanes[lane] = (self._nccl(name, ends), ends.index(lane.source), ends.index(lane.destination))
+
+    def lane(self, lane: Lane) -> tuple[Any, int, int]:
+        """A channel's group, and its source and destination as that group counts ranks."""
+        return self._lanes[lane]
+
+    def close(self) -> None:
+        """Lets go of the groups; gloo hangs up once nothing else refers to them."""
+        groups = [group for group, _, _ in self._lanes.values()]
+        self._lanes.clear()
+        if not self._on_cpu:
+            for group in {id(group): group for group in (*groups, self.data)}.values():
+                group.abort()
+        del groups, self.data, self.control
+
+    # A ProcessGroupGloo is built as new_group would build it. new_group itself names a group after its members: a
+    # second pipeline of the same ranks would find the first one's addresses in the store.
+
+    def _gloo(self, name: str, members: Sequence[int]) -> Any:
+        store = dist.PrefixStore(name, self.store)
+        return dist.ProcessGroupGloo(store, members.index(self.rank), len(members), self._timeout)
+
+    def _nccl(self, name: str, members: Sequence[int]) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        store = dist.PrefixStore(name, self.store)
+        return dist.ProcessGroupNCCL(store, members.index(self.rank), len(members), options)
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _members(mesh: DeviceMesh | None) -> list[int]:
+    if mesh is None:
+        return list(range(dist.get_world_size()))
+    return list(dist.get_process_group_ranks(mesh.get_group("pp")))

@@ -1,0 +1,342 @@
+"""Transport between processes: payloads by gloo or NCCL, the control plane by gloo."""
+
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipe.boundary import Layout, Meta, Parcel, Pytree, pack, unpack
+from pipe.distributed.failure import Bulletin, LostContact, forget_frames
+from pipe.distributed.groups import Groups
+from pipe.errors import PeerError, PipelineError
+from pipe.transport import Key, Lane
+from schedules import ACTIVATION
+
+T = TypeVar("T")
+
+# gloo keeps messages of different tags apart; each is a channel of its own.
+_PAYLOAD_TAGS = {True: 1, False: 2}  # activation, gradient
+_HEADER_TAGS = {True: 3, False: 4}
+_GATHER_TAG = 5
+# Sends under way on a lane before the oldest is waited for. Any number is safe: a plan is proved with none.
+_SENDS_UNDER_WAY = 4
+# Bytes that every rank contributes to an agreement; what is longer takes a second round.
+_ROOM = 1024
+
+
+class _Shape(NamedTuple):
+    """What sender and receiver both know of the messages of one edge after the first of its kind."""
+
+    layout: Layout
+    metas: tuple[Meta, ...]
+
+    def misfit(self, parcel: Parcel) -> str | None:
+        if parcel.layout is not self.layout and (
+            parcel.layout.spec != self.layout.spec or parcel.layout.kinds != self.layout.kinds
+        ):
+            return f"its structure was {self.layout.spec} and is {parcel.layout.spec}"
+        for tensor, wants, meta in zip(parcel.tensors, parcel.wants, self.metas, strict=True):
+            if tensor.shape != meta.shape or tensor.dtype != meta.dtype or wants != meta.requires_grad:
+                now = Meta(tensor.shape, tensor.dtype, wants)
+                return f"it was {_words(meta)} and is {_words(now)}"
+        return None
+
+
+class DistributedTransport:
+    """The transport of a rank that is a process of its own."""
+
+    def __init__(self, groups: Groups, device: torch.device) -> None:
+        self.rank = groups.rank
+        self._groups: Groups | None = groups
+        self._device = device
+        self._bulletin = Bulletin(groups.store, groups.size)
+        self._size = groups.size
+        self._shapes: dict[tuple[int, int, int], _Shape] = {}  # by edge and the call's shape number
+        self._absent: dict[tuple[int, int, int], tuple[bool, ...]] = {}  # gradients that are None, as learnt
+        self._sending: dict[Lane, deque[tuple[Any, Tensor]]] = {}
+        _calm_gloo()
+
+    def open(self, lanes: Sequence[Lane]) -> None:
+        """Connects every pair once, in the same order on all ranks."""
+        groups = self._alive()
+        groups.open(lanes)
+        hello = torch.zeros(1, device=self._device)
+        for lane in sorted(lanes):
+            if self.rank == lane.source:
+                self._post_send(lane, hello)
+                self._reap(lane, 0)
+            elif self.rank == lane.destination:
+                self._post_receive(lane, hello)()
+
+    # ------------------------------------------------------------ point to point
+
+    def send(self, lane: Lane, key: Key, parcel: Parcel, shape: int) -> bool:
+        if lane.value == ACTIVATION:
+            self._send_activation(lane, key, parcel, (key.source, key.destination, shape))
+        else:
+            self._send_gradient(lane, key, parcel, (key.destination, key.source, shape))
+        return True
+
+    def receive(self, lane: Lane, key: Key, shape: int) -> Parcel:
+        if lane.value == ACTIVATION:
+            return self._receive_activation(lane, (key.source, key.destination, shape))
+        return self._receive_gradient(lane, (key.destination, key.source, shape))
+
+    def _send_activation(self, lane: Lane, key: Key, parcel: Parcel, known: tuple[int, int, int]) -> None:
+        shape = self._shapes.get(known)
+        if shape is None:
+            metas = tuple(Meta(t.shape, t.dtype, w) for t, w in zip(parcel.tensors, parcel.wants, strict=True))
+            self._shapes[known] = shape = _Shape(parcel.layout, metas)
+            self._send_header(lane, (parcel.layout, metas))
+        else:
+            misfit = shape.misfit(parcel)
+            if misfit:
+                raise PipelineError(
+                    f"stage {key.source}'s output changed shape for an input of the same shape: {misfit} "
+                    f"in microbatch {key.microbatch}. Shapes must follow from the shapes of the inputs"
+                )
+            if shape.layout.travels:
+                self._send_header(lane, parcel.layout.values)
+        for tensor in parcel.tensors:
+            self._post_send(lane, tensor)
+
+    def _receive_activation(self, lane: Lane, known: tuple[int, int, int]) -> Parcel:
+        shape = self._shapes.get(known)
+        if shape is None:
+            layout, metas = self._receive_header(lane)
+            self._shapes[known] = shape = _Shape(layout, metas)
+        else:
+            layout = shape.layout
+            if layout.travels:
+                layout = Layout(layout.spec, layout.kinds, self._receive_header(lane))
+        return self._receive_tensors(lane, layout, shape.metas, tuple(meta.requires_grad for meta in shape.metas))
+
+    def _send_gradient(self, lane: Lane, key: Key, parcel: Parcel, known: tuple[int, int, int]) -> None:
+        if not parcel.tensors:
+            return
+        absent = tuple(tensor is None for tensor in parcel.tensors)
+        learnt = self._absent.get(known)
+        if learnt is None or any(learnt):
+            # An input that the stage made no use of has no gradient, and none is made up: as long as that happens
+            # each message says which are there.
+            self._absent[known] = absent
+            self._send_header(lane, absent)
+            learnt = absent
+        metas = [meta for meta in self._shapes[known].metas if meta.requires_grad]
+        for tensor, meta, left_out in zip(parcel.tensors, metas, learnt, strict=True):
+            if not left_out:
+                self._post_send(lane, self._zeros(meta) if tensor is None else tensor)
+
+    def _receive_gradient(self, lane: Lane, known: tuple[int, int, int]) -> Parcel:
+        metas = [meta for meta in self._shapes[known].metas if meta.requires_grad]
+        if not metas:
+            return Parcel([])
+        absent = self._absent.get(known)
+        if absent is None or any(absent):
+            absent = self._absent[known] = self._receive_header(lane)
+        parcel = self._receive_tensors(lane, _NO_LAYOUT, [m for m, left in zip(metas, absent, strict=True) if not left])
+        there = iter(parcel.tensors)
+        return Parcel([None if left else next(there) for left in absent], works=parcel.works)
+
+    def _receive_tensors(
+        self, lane: Lane, layout: Layout, metas: Sequence[Meta], wants: tuple[bool, ...] = ()
+    ) -> Parcel:
+        tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas]
+        return Parcel(tensors, layout, wants, [self._post_receive(lane, tensor) for tensor in tensors])
+
+    def _zeros(self, meta: Meta) -> Tensor:
+        return torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
+
+    def _post_send(self, lane: Lane, tensor: Tensor) -> None:
+        group, _, destination = self._alive().lane(lane)
+        tensor = tensor.contiguous()
+        try:
+            work = group.send([tensor], destination, _PAYLOAD_TAGS[lane.value == ACTIVATION])
+        except RuntimeError as error:
+            raise self._lost(lane.destination, error) from None
+        # gloo reads the tensor when the receiver is ready: it has to stay, and stay as it is.
+        self._sending.setdefault(lane, deque()).append((work, tensor))
+        self._reap(lane, _SENDS_UNDER_WAY)
+
+    def _post_receive(self, lane: Lane, tensor: Tensor) -> Callable[[], object]:
+        group, source, _ = self._alive().lane(lane)
+        try:
+            work = group.recv([tensor], source, _PAYLOAD_TAGS[lane.value == ACTIVATION])
+        except RuntimeError as error:
+            raise self._lost(lane.source, error) from None
+        return partial(self._wait, work, lane.source)
+
+    def _reap(self, lane: Lane, leave: int) -> None:
+        under_way = self._sending[lane]
+        while len(under_way) > leave:
+            work, _ = under_way.popleft()
+            self._wait(work, lane.destination)
+
+    def _wait(self, work: Any, peer: int | None) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(peer, error) from None
+
+    def _lost(self, peer: int | None, error: Exception) -> LostContact:
+        who = "the other ranks" if peer is None else f"rank {peer}"
+        return LostContact(f"rank {self.rank} lost contact with {who}: {error}")
+
+    # ------------------------------------------------------------- control plane
+
+    def _send_header(self, lane: Lane, content: object) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
+        tag, control = _HEADER_TAGS[lane.value == ACTIVATION], self._alive().control
+        for tensor in (torch.tensor([data.numel()]), data):
+            try:
+                work = control.send([tensor], lane.destination, tag)
+            except RuntimeError as error:
+                raise self._lost(lane.destination, error) from None
+            self._sending.setdefault(lane, deque()).append((work, tensor))
+
+    def _receive_header(self, lane: Lane) -> Any:
+        tag, control = _HEADER_TAGS[lane.value == ACTIVATION], self._alive().control
+        length = torch.empty(1, dtype=torch.int64)
+        try:
+            control.recv([length], lane.source, tag).wait()
+            data = torch.empty(int(length), dtype=torch.uint8)
+            control.recv([data], lane.source, tag).wait()
+        except RuntimeError as error:
+            raise self._lost(lane.source, error) from None
+        return pickle.loads(data.numpy().tobytes())
+
+    def all_gather(self, items: Sequence[T]) -> list[T]:
+        (item,) = items
+        data = pickle.dumps(item)
+        found = self._gather_bytes(len(data).to_bytes(8, "little") + data[: _ROOM - 8], _ROOM)
+        lengths = [int.from_bytes(part[:8], "little") for part in found]
+        if max(lengths) > _ROOM - 8:
+            found = [bytes(8) + part for part in self._gather_bytes(data, max(lengths))]
+        return [pickle.loads(part[8 : 8 + length]) for part, length in zip(found, lengths, strict=True)]
+
+    def _gather_bytes(self, data: bytes, room: int) -> list[bytes]:
+        mine = torch.zeros(room, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [part.numpy().tobytes() for part in self._gather_equal(mine, self._alive().control)]
+
+    def _gather_equal(self, mine: Tensor, group: Any) -> list[Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self._size)]
+        try:
+            group.allgather([parts], [mine]).wait()
+        except RuntimeError as error:
+            raise self._lost(None, error) from None
+        return parts
+
+    def gather(self, items: Sequence[T]) -> list[T] | None:
+        (item,) = items
+        data = pickle.dumps(item)
+        lengths = self.all_gather([len(data)])
+        control = self._alive().control
+        try:
+            if self.rank != 0:
+                control.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], 0, _GATHER_TAG).wait()
+                return None
+            found = [item]
+            for rank, length in enumerate(lengths[1:], start=1):
+                part = torch.empty(length, dtype=torch.uint8)
+                control.recv([part], rank, _GATHER_TAG).wait()
+                found.append(pickle.loads(part.numpy()))
+        except RuntimeError as error:
+            raise self._lost(None, error) from None
+        return found
+
+    # ------------------------------------------------------- collectives of tensors
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        tensor = tensor.contiguous()
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        try:
+            self._alive().data.broadcast([tensor], options).wait()
+        except RuntimeError as error:
+            raise self._lost(source, error) from None
+        return tensor
+
+    def broadcast_value(self, value: Pytree, source: int) -> Pytree:
+        tensors, layout = pack(value) if self.rank == source else ([], None)
+        described = self.all_gather([(layout, [Meta.of(tensor) for tensor in tensors])])
+        layout, metas = described[source]
+        assert layout is not None
+        if self.rank != source:
+            tensors = [torch.empty(m.shape, dtype=m.dtype, device=self._device) for m in metas]
+        return unpack([self.broadcast(tensor, source) for tensor in tensors], layout)
+
+    def all_gather_tensors(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        (tensor,) = tensors
+        room = torch.zeros(max(sizes), dtype=tensor.dtype, device=self._device)
+        room[: tensor.numel()] = tensor
+        parts = self._gather_equal(room, self._alive().data)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self) -> None:
+        for lane in self._sending:
+            self._reap(lane, 0)
+
+    def reset(self) -> None:
+        """Nothing can be taken back between processes: a failed call ends the pipeline (`fail`)."""
+
+    def forget_shapes(self) -> None:
+        self._shapes.clear()
+        self._absent.clear()
+
+    def fail(self, error: BaseException, where: str) -> BaseException | None:
+        if self._groups is None:
+            return None
+        lost = isinstance(error, LostContact)
+        if lost:
+            report = self._bulletin.read() or self._bulletin.post(f"{error}; it left no word: was it killed?")
+        else:
+            report = self._bulletin.post(f"{where}: {type(error).__name__}: {error}")
+        self._sending.clear()
+        forget_frames(error, os.path.dirname(__file__))
+        self.close()
+        self._bulletin.linger()
+        return PeerError(report) if lost else None
+
+    def close(self) -> None:
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            groups.close()
+
+    def _alive(self) -> Groups:
+        if self._groups is None:
+            raise PipelineError("this pipeline is closed")
+        return self._groups
+
+
+_NO_LAYOUT = Layout(None, ())
+
+
+def _words(meta: Meta) -> str:
+    dtype = str(meta.dtype).removeprefix("torch.")
+    return f"{dtype}{list(meta.shape)}{' with gradient' if meta.requires_grad else ''}"
+
+
+def _calm_gloo() -> None:
+    """Lets gloo's event loops yield to computation where the system allows it.
+
+    They spin while a transfer is under way; under SCHED_BATCH the kernel stops favouring them over the threads that
+    compute, which on a machine with no core to spare is worth more than the latency (benchmarks/overhead.py).
+    """
+    if not hasattr(os, "sched_setscheduler") or not os.path.isdir("/proc/self/task"):
+        return
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/comm") as name:
+                if name.read().startswith("gloo"):
+                    os.sched_setscheduler(int(task), os.SCHED_BATCH, os.sched_param(0))
+        except OSError:
+            pass

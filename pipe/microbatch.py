@@ -1,0 +1,125 @@
+"""How a batch becomes microbatches, and how much each of them weighs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipe.boundary import Pytree
+
+Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
+Weight: TypeAlias = Callable[[Any], Any]
+
+
+@dataclass
+class Cut:
+    """What a process has of a batch, in microbatches, and the numbers of samples where they were counted."""
+
+    inputs: Sequence[Pytree] | None = None
+    targets: Sequence[Pytree] | None = None
+    input_samples: int | None = None
+    target_samples: int | None = None
+
+
+def cut(inputs: Pytree, targets: Pytree, pairs: Sequence[Any] | None, *, chunks: int, split_by: Split | None) -> Cut:
+    """A call's arguments in microbatches: as many as `chunks`, or as there are samples if those are fewer.
+
+    Args:
+        inputs, targets: the batch; None where the caller had none to give.
+        pairs: instead of both, `(input, target)` pairs that are microbatches already.
+        split_by: the user's way to cut, `(batch, microbatches) -> sequence`.
+
+    Raises:
+        ValueError: a batch that can't be cut.
+    """
+    if pairs is not None:
+        if inputs is not None or targets is not None:
+            raise ValueError("give inputs and targets, or microbatches=, not both")
+        listed = list(pairs)
+        if not listed:
+            raise ValueError("microbatches= is empty")
+        return Cut([x for x, _ in listed], [y for _, y in listed])
+    if split_by is not None:
+        return Cut(*(None if part is None else list(split_by(part, chunks)) for part in (inputs, targets)))
+    return Cut(
+        None if inputs is None else split(inputs, min(chunks, samples(inputs))),
+        None if targets is None else split(targets, min(chunks, samples(targets))),
+        None if inputs is None else samples(inputs),
+        None if targets is None else samples(targets),
+    )
+
+
+def samples(batch: Pytree) -> int:
+    """The number of samples: the length along dim 0 that all tensors of the batch share.
+
+    Tensors of no dimension have no length and are shared by all microbatches, as leaves that are no tensors are.
+
+    Raises:
+        ValueError: no tensor has a dimension, two tensors have different lengths, or there are no samples.
+    """
+    lengths = [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not lengths:
+        raise ValueError("the batch has no tensor to cut along dim 0; pass microbatches=, or split= to Pipeline")
+    if min(lengths) == 0:
+        raise ValueError("the batch has no samples")
+    if min(lengths) != max(lengths):
+        raise ValueError(f"the tensors of the batch have different lengths along dim 0: {sorted(set(lengths))}")
+    return lengths[0]
+
+
+def split(batch: Pytree, microbatches: int) -> Sequence[Pytree]:
+    """Cuts every tensor along dim 0 into views whose sizes differ by at most one, the larger ones first.
+
+    Raises:
+        ValueError: as `samples`; or fewer samples than microbatches.
+    """
+    count = samples(batch)
+    if count < microbatches:
+        raise ValueError(f"{count} samples cannot fill {microbatches} microbatches")
+    if isinstance(batch, Tensor):
+        return batch.tensor_split(microbatches)
+    leaves, spec = pytree.tree_flatten(batch)
+    columns = [
+        leaf.tensor_split(microbatches) if isinstance(leaf, Tensor) and leaf.dim() else (leaf,) * microbatches
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
+
+
+def join(rows: Sequence[Pytree]) -> Pytree:
+    """The inverse of `split` for outputs: tensors are concatenated along dim 0, equal plain leaves kept.
+
+    Raises:
+        ValueError: the outputs of the microbatches differ in structure, or in a plain leaf.
+    """
+    if isinstance(rows[0], Tensor) and rows[0].dim():
+        return torch.cat(list(rows))
+    flat = [pytree.tree_flatten(row) for row in rows]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat):
+        raise ValueError("the microbatches' outputs differ in structure and can't be joined into rows")
+    return pytree.tree_unflatten([_join(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], spec)
+
+
+def _join(column: Sequence[Any]) -> Any:
+    if isinstance(column[0], Tensor):
+        return torch.cat(list(column)) if column[0].dim() else torch.stack(list(column))
+    if any(leaf != column[0] for leaf in column):
+        raise ValueError(f"the microbatches' outputs have different values, {list(column)}: they can't be joined")
+    return column[0]
+
+
+def weigh(targets: Sequence[Pytree], weight: Weight | None) -> list[float]:
+    """Each microbatch's weight in the mean: `weight(target)`, or else its number of samples.
+
+    Raises:
+        ValueError: a weight that is negative or no finite number.
+    """
+    weights = [float(samples(target) if weight is None else weight(target)) for target in targets]
+    for index, value in enumerate(weights):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"weight= gave {value} for microbatch {index}; a weight is a finite number >= 0")
+    return weights

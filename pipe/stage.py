@@ -1,0 +1,244 @@
+"""One stage at work: its layers forward and backward, and the activations it keeps in between."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from pipe.boundary import ONE_TENSOR, Parcel, Pytree, pack, twin, unpack
+from pipe.call import Call
+from pipe.randomness import generators
+
+Loss: TypeAlias = Callable[[Any, Any], Any]
+
+
+class Keep(Enum):
+    """What a forward leaves behind for its backward."""
+
+    GRAPH = "autograd's graph"
+    INPUT = "only the input: the backward runs the forward again"
+    NOTHING = "nothing: there will be no backward, or none that matters"
+
+
+class Saved(NamedTuple):
+    """What a stage keeps of a microbatch between its forward and its backward."""
+
+    roots: list[Tensor]  # the outputs that require a gradient, or the loss
+    gradients: list[Tensor | None]  # filled by the backward: one for each input that wants one
+    recompute: Parcel | None = None
+
+
+
+class _Entry(torch.autograd.Function):
+    """Where autograd's graph of a stage begins: hands its inputs on and catches their gradients.
+
+    A plain leaf would do but for layers that write to their input in place, which autograd forbids on leaves; these
+    outputs are no leaves, and no views either (`.data`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, caught: list[Tensor | None], anchor: Tensor, *inputs: Tensor) -> Any:
+        ctx.caught = caught
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.data for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.caught[:] = gradients
+        return (None,) * (2 + len(gradients))
+
+
+class Stage:
+    """A contiguous run of layers of the unsplit model.
+
+    Args:
+        index: the stage's index in layer order.
+        module: its layers, under the names that they have in the unsplit model.
+        first_layer: the index of its first layer in the unsplit model.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Sequential,
+        *,
+        first_layer: int,
+        is_first: bool,
+        is_last: bool,
+        device: torch.device,
+        loss: Loss | None,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.is_first = is_first
+        self.is_last = is_last
+        self.device = device
+        self.loss = loss
+        self.layers = list(module._modules.values())  # `children()` leaves out a layer that stands twice
+        self.layer_range = range(first_layer, first_layer + len(self.layers))
+        self.saved: dict[int, Saved] = {}
+        self._wants: dict[int, tuple[bool, ...]] = {}  # by `Call.keys`: which outputs want a gradient
+        self._generators = generators(device)
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._modules = list(module.modules())
+        self._parameters = list(module.parameters())
+        self._written_buffers: set[tuple[nn.Module, str]] = {
+            (m, name) for m in self._modules if isinstance(m, _NormBase) for name in m._buffers
+        }
+
+    def fingerprint(self) -> tuple[bool, ...]:
+        """What shapes this stage's outputs beside its input: which parameters train, which modules are training."""
+        return (*(p.requires_grad for p in self._parameters), *(m.training for m in self._modules))
+
+    def admit(self, parcel: Parcel) -> Parcel:
+        """A copy of a microbatch that the layers may write to, on the stage's device."""
+        return Parcel([twin(tensor, self.device) for tensor in parcel.tensors], parcel.layout, parcel.wants)
+
+    def forget_shapes(self) -> None:
+        """Forgets what was learnt by `Call.keys`."""
+        self._wants.clear()
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, microbatch: int, parcel: Parcel, call: Call, keep: Keep) -> Parcel | None:
+        """Runs the layers on one microbatch.
+
+        Args:
+            parcel: the stage's input, which is the stage's own: layers may write to it.
+            keep: what the backward will need.
+
+        Returns:
+            What the next stage gets; None from the last stage, whose loss or prediction goes into the call.
+        """
+        caught: list[Tensor | None] = []
+        wants = self._wants.get(call.keys[microbatch]) if keep is Keep.INPUT else None
+        # Without a graph nobody knows which outputs want a gradient: the first forward of its kind makes one to see.
+        graph = keep is Keep.GRAPH or keep is Keep.INPUT and wants is None
+        source = parcel
+        if keep is Keep.INPUT:
+            source = self.admit(parcel)  # the layers may write to their input, and the backward needs it again
+            versions = self._buffer_versions()
+        value = self._enter(source, caught) if graph else source.value()
+        with torch.set_grad_enabled(graph):
+            if call.seeds is None:
+                for layer in self.layers:
+                    value = layer(value)
+            else:
+                seeds = call.seeds[microbatch]
+                for number, layer in zip(self.layer_range, self.layers, strict=True):
+                    for generator in self._generators:
+                        generator.manual_seed(seeds[number])
+                    value = layer(value)
+            if self.is_last:
+                outgoing, roots = None, self._conclude(microbatch, value, call, keep)
+            else:
+                outgoing, roots = _outgoing(value)
+        if keep is Keep.GRAPH:
+            self.saved[microbatch] = Saved(roots, caught)
+        elif keep is Keep.INPUT:
+            self._note_written_buffers(versions)
+            self.saved[microbatch] = Saved([], [], parcel)
+            if outgoing is not None:
+                outgoing.wants = self._wants.setdefault(call.keys[microbatch], outgoing.wants)
+        elif call.trains:
+            self.saved[microbatch] = Saved([], [])
+        return outgoing
+
+    def _enter(self, parcel: Parcel, caught: list[Tensor | None]) -> Pytree:
+        """The input as autograd shall see it; `caught` will get the gradients of the tensors that want one."""
+        if not any(parcel.wants):
+            return parcel.value()
+        caught.extend([None] * sum(parcel.wants))
+        if parcel.layout is ONE_TENSOR:
+            return _Entry.apply(caught, self._anchor, parcel.tensors[0])[0]
+        chosen = [tensor for tensor, wanted in zip(parcel.tensors, parcel.wants, strict=True) if wanted]
+        entered = iter(_Entry.apply(caught, self._anchor, *chosen))
+        tensors = [next(entered) if w else t for t, w in zip(parcel.tensors, parcel.wants, strict=True)]
+        return unpack(tensors, parcel.layout)
+
+    def _conclude(self, microbatch: int, output: Pytree, call: Call, keep: Keep) -> list[Tensor]:
+        """The pipeline's end: keeps a prediction, or evaluates the loss and returns it as the backward's root."""
+        if call.predicts:
+            call.predictions[microbatch] = output
+            return []
+        # A microbatch of weight 0 has no mean (a masked one would be NaN); a recomputed one gets its loss there.
+        if keep is Keep.INPUT or not call.weights[microbatch]:
+            return []
+        assert self.loss is not None
+        result = self.loss(output, call.target(microbatch, self.device))
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss must return the microbatch's mean loss, a tensor of one number, not {got}")
+        if keep is Keep.GRAPH and not loss.requires_grad and any(t.requires_grad for t in pack(output)[0]):
+            raise ValueError("loss returned a tensor without a gradient, though the output has one: is it detached?")
+        loss = loss.reshape(()) if loss.dim() else loss
+        call.record(microbatch, loss.detach(), metrics)
+        return [loss] if loss.requires_grad else []
+
+    # ----------------------------------------------------------------- backward
+
+    def backward(self, microbatch: int, parcel: Parcel | None, call: Call) -> Parcel:
+        """Adds a microbatch's gradients to the parameters' `.grad`.
+
+        Args:
+            parcel: the gradients of the outputs that want one; None on the last stage, which begins at its loss.
+
+        Returns:
+            The gradients of the inputs that want one, None where the stage made no use of an input.
+        """
+        saved = self.saved.pop(microbatch)
+        if saved.recompute is not None:
+            with self._buffers_kept():
+                self.forward(microbatch, saved.recompute, call, Keep.GRAPH)
+            saved = self.saved.pop(microbatch)
+        roots: list[Tensor] = saved.roots
+        if parcel is None:
+            gradients: list[Tensor] = [call.factor(microbatch, loss) for loss in roots]
+        else:
+            pairs = [(r, g) for r, g in zip(roots, parcel.tensors, strict=True) if g is not None]
+            roots, gradients = [r for r, _ in pairs], [g for _, g in pairs]
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        return Parcel(saved.gradients)
+
+    # ----------------------------------------------- buffers, under recomputation
+
+    def _buffer_versions(self) -> list[tuple[nn.Module, str, Tensor, int]]:
+        return [
+            (module, name, buffer, buffer._version)
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def _note_written_buffers(self, before: list[tuple[nn.Module, str, Tensor, int]]) -> None:
+        for module, name, buffer, version in before:
+            if module._buffers.get(name) is not buffer or buffer._version != version:
+                self._written_buffers.add((module, name))
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Lets a recomputation write to copies: the first forward has updated running statistics already."""
+        kept = [(m, name, m._buffers[name]) for m, name in self._written_buffers if m._buffers.get(name) is not None]
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer.clone() if buffer is not None else None
+        try:
+            yield
+        finally:
+            for module, name, buffer in kept:
+                module._buffers[name] = buffer
+
+
+def _outgoing(value: Pytree) -> tuple[Parcel, list[Tensor]]:
+    """What leaves a stage, cut from its graph, and the outputs that the backward will begin with."""
+    if isinstance(value, Tensor):
+        wants = value.requires_grad
+        return Parcel([value.detach()], ONE_TENSOR, (wants,)), [value] if wants else []
+    tensors, layout = pack(value)
+    parcel = Parcel([t.detach() for t in tensors], layout, tuple(t.requires_grad for t in tensors))
+    return parcel, [tensor for tensor in tensors if tensor.requires_grad]
