@@ -1,4 +1,4 @@
-"""When does each compute action start, if transfers take no time?"""
+"""When does each compute action start, if transfers take no time, and how long do ranks wait?"""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import numpy as np
 from schedules.deadlock import deadlock
 from schedules.dependencies import Ints
 from schedules.graph import longest_paths
-from schedules.index import Index
+from schedules.index import Index, compute_only
 from schedules.ops import OPS
+from schedules.plan import Plan
 
 
 def start_times(index: Index) -> Ints:
@@ -26,6 +27,14 @@ def start_times(index: Index) -> Ints:
     blocking = np.isin(targets, heads) & ~paths.done[sources]
     waits = dict(zip(targets[blocking].tolist(), sources[blocking].tolist(), strict=True))
     raise deadlock(index, dict(zip(stuck_ranks.tolist(), heads.tolist(), strict=True)), waits)
+
+
+def bubble(plan: Plan) -> float:
+    """See `Plan.bubble`."""
+    index = Index.of(compute_only(plan))
+    taken = costs(index)
+    makespan = int((start_times(index) + taken).max(initial=0))
+    return 1 - float(taken.sum()) / (plan.ranks * makespan) if makespan else 0.0
 
 
 def costs(index: Index) -> Ints:

@@ -89,6 +89,13 @@ class Plan:
         )
 
     @cached_property
+    def bubble(self) -> float:
+        """The share of ranks x makespan in which ranks wait, if ops take their default costs and transfers nothing."""
+        from schedules.clock import bubble
+
+        return bubble(self)
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of all of it, in hex: the same on every machine, and different for any other plan."""
         names = {op: spec.code for op, spec in OPS.items()}
