@@ -108,7 +108,9 @@ def _same_samples(notes: Sequence[Note], first: int, last: int) -> None:
         return
     if first in inputs and last in targets and inputs[first] != targets[last]:
         raise ValueError(f"the inputs have {inputs[first]} samples and the targets {targets[last]}")
-    raise DisagreementError(f"the ranks were given batches of different sizes: inputs {inputs}, targets {targets}")
+    raise DisagreementError(
+        f"the ranks were given batches of different sizes: inputs {inputs}, targets {targets}"
+    )
 
 
 def _no_errors(errors: Sequence[str | None], what: str) -> None:

@@ -48,8 +48,8 @@ class Meta(NamedTuple):
 class Parcel:
     """A value on its way: its tensors, their layout, and which of them want a gradient back.
 
-    A gradient's parcel has one tensor, or None, for each tensor of the activation that wants one. `works` are the
-    transfers still under way into the tensors; `wait` ends them.
+    A gradient's parcel has one tensor, or None, for each tensor of the activation that wants one. `works`
+    are the transfers still under way into the tensors; `wait` ends them.
     """
 
     __slots__ = ("layout", "tensors", "wants", "works")

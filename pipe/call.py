@@ -20,8 +20,8 @@ class Call:
     Args:
         trains: whether the plan has backwards.
         microbatches: how many there are.
-        keys: for each microbatch, a number that stands for all that shapes its boundaries; equal numbers mean equal
-            shapes, on every rank.
+        keys: for each microbatch, a number that stands for all that shapes its boundaries; equal numbers
+            mean equal shapes, on every rank.
         weights: each microbatch's weight in the mean (w_i).
         reference: the weight that gradients are divided by (W of contract 11).
         seeds: for each microbatch and layer, or None where layers draw as they please.

@@ -1,4 +1,4 @@
-"""Runs programs: one loop over a rank's actions, which a real transport lets through and in one process takes turns."""
+"""Runs programs: one loop over a rank's actions, in which the ranks of one process take turns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -13,6 +13,8 @@ from pipe.transport import BATCH, Key, Lane, Transport
 from schedules import ACTIVATION, GRADIENT, OPS, Action, B, F, Plan
 
 _FORWARD, _BACKWARD, _SEND, _RECEIVE = range(4)
+_NOTHING = Key("nothing", -1, -1, -1)
+_NOWHERE = Lane(-1, -1, "nothing")
 
 
 class Step(NamedTuple):
@@ -22,9 +24,9 @@ class Step(NamedTuple):
     action: Action
     stage: Stage
     microbatch: int
-    takes: Key | None  # what it finds in the mailbox
-    gives: Key | None  # what it puts there
-    lane: Lane | None
+    takes: Key  # what it finds in the mailbox
+    gives: Key  # what it puts there
+    lane: Lane
     keep: Keep
     own: Callable[[Parcel], Parcel] | None  # makes a forward's input the stage's own
 
@@ -62,7 +64,12 @@ def compile_program(plan: Plan, rank: int, stages: Mapping[int, Stage], checkpoi
 
 
 def _compile(
-    plan: Plan, rank: int, stages: Mapping[int, Stage], actions: Sequence[Action], position: int, checkpoint: str
+    plan: Plan,
+    rank: int,
+    stages: Mapping[int, Stage],
+    actions: Sequence[Action],
+    position: int,
+    checkpoint: str,
 ) -> Step:
     action = actions[position]
     index, op, microbatch, peer = action
@@ -74,19 +81,19 @@ def _compile(
         sender, receiver = schedules.route(op, index, peer)
         key = Key(carried, sender, receiver, microbatch)
         lane = Lane(plan.placement[sender], plan.placement[receiver], carried)
-        kind, takes, gives = (_SEND, key, None) if OPS[op].sends else (_RECEIVE, None, key)
+        kind, takes, gives = (_SEND, key, _NOTHING) if OPS[op].sends else (_RECEIVE, _NOTHING, key)
         return Step(kind, action, stage, microbatch, takes, gives, lane, Keep.NOTHING, None)
     before, behind = _neighbour(ACTIVATION, F, index, plan), _neighbour(GRADIENT, B, index, plan)
     if op == F:
         takes = Key(ACTIVATION, BATCH if before is None else before, index, microbatch)
-        gives = None if behind is None else Key(ACTIVATION, index, behind, microbatch)
+        gives = _NOTHING if behind is None else Key(ACTIVATION, index, behind, microbatch)
         own = stage.admit if before is None else Parcel.delivered if plan.placement[before] == rank else None
         keep = _keep(actions, position, checkpoint)
-        return Step(_FORWARD, action, stage, microbatch, takes, gives, None, keep, own)
+        return Step(_FORWARD, action, stage, microbatch, takes, gives, _NOWHERE, keep, own)
     if op == B:
-        takes = None if behind is None else Key(GRADIENT, behind, index, microbatch)
-        gives = None if before is None else Key(GRADIENT, index, before, microbatch)
-        return Step(_BACKWARD, action, stage, microbatch, takes, gives, None, Keep.NOTHING, None)
+        takes = _NOTHING if behind is None else Key(GRADIENT, behind, index, microbatch)
+        gives = _NOTHING if before is None else Key(GRADIENT, index, before, microbatch)
+        return Step(_BACKWARD, action, stage, microbatch, takes, gives, _NOWHERE, Keep.NOTHING, None)
     raise PipelineError(f"the engine can't run {action}: it has no split backward yet")
 
 
@@ -95,7 +102,7 @@ def _neighbour(value: str, op: str, stage: int, plan: Plan) -> int | None:
     sources = [need.source for need in schedules.needs(op, stage, plan.edges) if need.value == value]
     if len(sources) > 1:
         raise PipelineError(
-            f"stage {stage} takes the {value}s of stages {sources}, but the layers of an nn.Sequential form a chain"
+            f"stage {stage} takes {value}s of stages {sources}, but an nn.Sequential is a chain"
         )
     return sources[0] if sources else None
 
@@ -115,8 +122,8 @@ def _keep(actions: Sequence[Action], position: int, checkpoint: str) -> Keep:
 def execute(runs: Sequence[Run], transport: Transport, call: Call) -> None:
     """Runs every rank of this process to the end of its program.
 
-    A rank goes on until an action would wait; then the next rank has its turn, in a fixed order. A transport between
-    processes waits itself, and there is one rank.
+    A rank goes on until an action would wait; then the next rank has its turn, in a fixed order. A
+    transport between processes waits itself, and there is one rank.
 
     Raises:
         PipelineError: an action without its inputs, a deadlock, or something left over at the end.
@@ -128,7 +135,7 @@ def execute(runs: Sequence[Run], transport: Transport, call: Call) -> None:
             start, position, program, mailbox = run.position, run.position, run.program, run.mailbox
             try:
                 while position < len(program):
-                    kind, action, stage, microbatch, takes, gives, lane, keep, own = program[position]
+                    kind, _, stage, microbatch, takes, gives, lane, keep, own = program[position]
                     if kind == _FORWARD:
                         parcel = _take(mailbox, takes)
                         if not call.trains or not call.weights[microbatch]:
@@ -140,11 +147,11 @@ def execute(runs: Sequence[Run], transport: Transport, call: Call) -> None:
                             run.live += 1
                             run.peak_live = max(run.peak_live, run.live)
                     elif kind == _BACKWARD:
-                        parcel = None if takes is None else _take(mailbox, takes)
-                        output = stage.backward(microbatch, parcel, call)
+                        given = None if takes is _NOTHING else _take(mailbox, takes)
+                        gradients = stage.backward(microbatch, given, call)
                         run.live -= 1
-                        if gives is not None:
-                            mailbox[gives] = output
+                        if gives is not _NOTHING:
+                            mailbox[gives] = gradients
                     elif kind == _SEND:
                         if not transport.send(lane, takes, _look(mailbox, takes), call.keys[microbatch]):
                             break
@@ -191,4 +198,6 @@ def _check_clean(run: Run) -> None:
     for stage in {step.stage.index: step.stage for step in run.program}.values():
         if stage.saved:
             forward = Action(stage.index, F, next(iter(stage.saved)))
-            raise PipelineError(f"left over at the end of the call on rank {run.rank}: {forward} without its backward")
+            raise PipelineError(
+                f"left over at the end of the call on rank {run.rank}: {forward} without its backward"
+            )

@@ -24,7 +24,9 @@ class Cut:
     target_samples: int | None = None
 
 
-def cut(inputs: Pytree, targets: Pytree, pairs: Sequence[Any] | None, *, chunks: int, split_by: Split | None) -> Cut:
+def cut(
+    inputs: Pytree, targets: Pytree, pairs: Sequence[Any] | None, *, chunks: int, split_by: Split | None
+) -> Cut:
     """A call's arguments in microbatches: as many as `chunks`, or as there are samples if those are fewer.
 
     Args:
@@ -43,7 +45,10 @@ def cut(inputs: Pytree, targets: Pytree, pairs: Sequence[Any] | None, *, chunks:
             raise ValueError("microbatches= is empty")
         return Cut([x for x, _ in listed], [y for _, y in listed])
     if split_by is not None:
-        return Cut(*(None if part is None else list(split_by(part, chunks)) for part in (inputs, targets)))
+        return Cut(
+            None if inputs is None else list(split_by(inputs, chunks)),
+            None if targets is None else list(split_by(targets, chunks)),
+        )
     return Cut(
         None if inputs is None else split(inputs, min(chunks, samples(inputs))),
         None if targets is None else split(targets, min(chunks, samples(targets))),
@@ -55,18 +60,23 @@ def cut(inputs: Pytree, targets: Pytree, pairs: Sequence[Any] | None, *, chunks:
 def samples(batch: Pytree) -> int:
     """The number of samples: the length along dim 0 that all tensors of the batch share.
 
-    Tensors of no dimension have no length and are shared by all microbatches, as leaves that are no tensors are.
+    Tensors of no dimension have no length and are shared by all microbatches, as leaves that are no tensors
+    are.
 
     Raises:
         ValueError: no tensor has a dimension, two tensors have different lengths, or there are no samples.
     """
     lengths = [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     if not lengths:
-        raise ValueError("the batch has no tensor to cut along dim 0; pass microbatches=, or split= to Pipeline")
+        raise ValueError(
+            "the batch has no tensor to cut along dim 0; pass microbatches=, or split= to Pipeline"
+        )
     if min(lengths) == 0:
         raise ValueError("the batch has no samples")
     if min(lengths) != max(lengths):
-        raise ValueError(f"the tensors of the batch have different lengths along dim 0: {sorted(set(lengths))}")
+        raise ValueError(
+            f"the tensors of the batch have different lengths along dim 0: {sorted(set(lengths))}"
+        )
     return lengths[0]
 
 
@@ -101,14 +111,18 @@ def join(rows: Sequence[Pytree]) -> Pytree:
     spec = flat[0][1]
     if any(other != spec for _, other in flat):
         raise ValueError("the microbatches' outputs differ in structure and can't be joined into rows")
-    return pytree.tree_unflatten([_join(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], spec)
+    return pytree.tree_unflatten(
+        [_join(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], spec
+    )
 
 
 def _join(column: Sequence[Any]) -> Any:
     if isinstance(column[0], Tensor):
         return torch.cat(list(column)) if column[0].dim() else torch.stack(list(column))
     if any(leaf != column[0] for leaf in column):
-        raise ValueError(f"the microbatches' outputs have different values, {list(column)}: they can't be joined")
+        raise ValueError(
+            f"the microbatches' outputs have different values, {list(column)}: they can't be joined"
+        )
     return column[0]
 
 

@@ -31,8 +31,8 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, tuple[str, ...]]:
     """Calls the user's factory with all parameters, and takes those of other ranks out of what it returns.
 
-    The factory sees the whole model on every rank, so that its groups come out alike everywhere; what this rank
-    doesn't own is a stand-in of the right shape and no memory.
+    The factory sees the whole model on every rank, so that its groups come out alike everywhere; what this
+    rank doesn't own is a stand-in of the right shape and no memory.
 
     Returns:
         The optimizer of this rank's parameters, and its groups in words, to be compared between ranks.
@@ -43,7 +43,9 @@ def build_optimizer(
     offered = [(name, p if name in owned else _stand_in(p)) for name, p in named]
     optimizer = factory(offered)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PipelineError(f"optimizer= must return a torch.optim.Optimizer, and returned {type(optimizer).__name__}")
+        raise PipelineError(
+            f"optimizer= must return a torch.optim.Optimizer, and returned {type(optimizer).__name__}"
+        )
     names = {id(p): name for name, p in offered}
     words = tuple(_words(group, names) for group in optimizer.param_groups)
     for group in optimizer.param_groups:
@@ -75,7 +77,8 @@ def _words(group: dict[str, Any], names: dict[int, str]) -> str:
 
 
 class Updates:
-    """Owns what lies between backward and the next forward: accumulated gradients, clipping, the optimizer's step.
+    """Owns what lies between backward and the next forward: accumulated gradients, clipping, the
+    optimizer's step.
 
     Args:
         named: all trainable parameters of the unsplit model, in its order.
@@ -97,7 +100,9 @@ class Updates:
         self._clip = clip
         self._device = device
         ranks = range(1 + max(owners, default=0)) if len(local) == 1 else local
-        self._by_rank = {rank: [i for i, owner in enumerate(owners) if owner == rank] for rank in (*ranks, *local)}
+        self._by_rank = {
+            rank: [i for i, owner in enumerate(owners) if owner == rank] for rank in (*ranks, *local)
+        }
         self._mine = {rank: [named[i][1] for i in self._by_rank[rank]] for rank in local}
         self._norm_dtype = _widest(p.dtype for _, p in named)
         self._stale = True  # what is in `.grad` belongs to an update that was made
@@ -105,7 +110,7 @@ class Updates:
         self._weights: list[float] = []
 
     def begin(self, weight: float) -> float:
-        """Before a call of some total weight; returns what its gradients are to be divided by (W of contract 11)."""
+        """Before a call of some total weight; returns W, which its gradients are to be divided by."""
         if self._stale:
             self._clear()
         if not self._reference:
@@ -141,13 +146,16 @@ class Updates:
         return report
 
     def _global_norm(self, transport: Transport) -> Tensor:
-        """The norm over all ranks' gradients: a norm of norms in the unsplit order, as clip_grad_norm_ takes it."""
+        """The norm over all ranks: a norm of norms in the unsplit order, as clip_grad_norm_ takes it."""
         mine = [_norms(parameters, self._device) for parameters in self._mine.values()]
         sizes = [len(indices) for indices in self._by_rank.values()]
         norms = torch.empty(sum(sizes), dtype=torch.float64, device=self._device)
-        for indices, part in zip(self._by_rank.values(), transport.all_gather_tensors(mine, sizes), strict=True):
+        for indices, part in zip(
+            self._by_rank.values(), transport.all_gather_tensors(mine, sizes), strict=True
+        ):
             norms[indices] = part
-        return torch.linalg.vector_norm(norms[norms != _NO_GRADIENT].to(self._norm_dtype), 2.0)
+        total: Tensor = torch.linalg.vector_norm(norms[norms != _NO_GRADIENT].to(self._norm_dtype), 2.0)
+        return total
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for parameters in self._mine.values() for p in parameters]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import partitioners
 import schedules
+from partitioners import DeviceMap
 from pipe import microbatch as cutting
 from pipe.agreement import LossInfo, Note, Opening, check_notes, check_openings
 from pipe.boundary import ONE_TENSOR, Parcel, Pytree, pack
@@ -27,7 +28,6 @@ from pipe.options import Options, merge
 from pipe.randomness import generators, layer_seeds, preserved
 from pipe.stage import Loss, Stage
 from pipe.transport import BATCH, InProcess, Key, Lane, Transport
-from partitioners import DeviceMap
 from schedules import ACTIVATION, GRADIENT, Plan, Schedule
 
 Pairs: TypeAlias = Sequence[tuple[Any, Any]]
@@ -39,15 +39,17 @@ _REMEMBERED_SHAPES = 4096
 class Pipeline:
     """Trains an `nn.Sequential` in stages, microbatch by microbatch.
 
-    Under torchrun every process runs the same script and is one rank; in a world of one process all ranks live in it.
+    Under torchrun every process runs the same script and is one rank; in a world of one process all ranks
+    live in it.
 
     Args:
-        model: the whole model, on every rank. The pipeline uses its layers themselves and keeps only its own stages'.
+        model: the whole model, on every rank. The pipeline uses its layers themselves and keeps only its
+            own stages'.
         options: the option string, such as `"chunks=5 device_map=0:0-5,1:5-10"`, or an `Options`.
         schedule: a schedule (`schedules.OneFOneB()`, or your own), in place of `schedule=` in the string.
         loss: `(output, target) -> mean loss` of a microbatch, or `-> (mean loss, {name: value})`.
-        optimizer: called with `[(unsplit name, parameter), ...]`, returns a `torch.optim.Optimizer`. None: evaluation
-            and prediction only.
+        optimizer: called with `[(unsplit name, parameter), ...]`, returns a `torch.optim.Optimizer`. None:
+            evaluation and prediction only.
         clip: clip gradients by their global norm.
         weight: `target -> number`, a microbatch's weight in the mean; by default its number of samples.
         split: `(batch, microbatches) -> sequence`, how inputs and targets are cut; by default along dim 0.
@@ -81,15 +83,17 @@ class Pipeline:
         self.metrics: dict[str, Tensor] = {}
         self.peak_live: dict[int, int] = {}
         self._weight, self._split = weight, split
-        self._device = torch.device(device) if device is not None else default_device()
+        world = world_size(mesh)
+        self._device = default_device(world) if device is None else torch.device(device)
         self._rank: int | None = None  # None: all ranks live here
         self._transport: Transport = InProcess()
         self._closed: str | None = None
         self._calls = 0
         self._programs: dict[tuple[int, bool], dict[int, list[Step]]] = {}
-        self._loss_info: dict[bool, LossInfo] = {}  # what the last stage's rank knows, of steps and of evaluations
+        self._loss_info: dict[
+            bool, LossInfo
+        ] = {}  # what the last stage's rank knows, of steps and of evaluations
         self._signatures, self._shapes = _Numbers(), _Numbers()
-        world = world_size(mesh)
         if world > 1:
             transport = DistributedTransport(Groups(mesh, self._device, _timeout(options)), self._device)
             self._transport, self._rank = transport, transport.rank
@@ -159,12 +163,17 @@ class Pipeline:
         self._generators = [generator for device in set(devices) for generator in generators(device)]
         named = trainable(model)
         owners = _owners(model, named, device_map)
-        self.optimizer, groups = None, ()
+        groups: tuple[str, ...] = ()
         if optimizer is not None:
             owned = {name for (name, _), owner in zip(named, owners, strict=True) if owner in self._local}
             self.optimizer, groups = build_optimizer(optimizer, named, owned)
         self._updates = Updates(
-            named, owners, self._local, optimizer=self.optimizer, clip=resolved.clip, device=devices[self._local[0]]
+            named,
+            owners,
+            self._local,
+            optimizer=self.optimizer,
+            clip=resolved.clip,
+            device=devices[self._local[0]],
         )
         self._programs[resolved.chunks, True] = self._compile(self.plan)
         shapes = digest([(name, tuple(p.shape), p.dtype) for name, p in named])
@@ -179,9 +188,9 @@ class Pipeline:
 
     def _devices(self, ranks: int) -> list[torch.device]:
         """Each rank's device, where it lives in this process."""
-        if self._rank is not None or self._device.type != "cuda" or self._device.index is not None:
-            return [self._device] * ranks
-        return [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(ranks)]
+        if self._rank is None and self._device == torch.device("cuda"):
+            return [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(ranks)]
+        return [self._device] * ranks
 
     def _compile(self, plan: Plan) -> dict[int, list[Step]]:
         return {r: compile_program(plan, r, self.stages, self._resolved.checkpoint) for r in self._local}
@@ -213,7 +222,9 @@ class Pipeline:
             PeerError: another rank failed; the message says which, where and why.
         """
         if update and self.optimizer is None:
-            raise PipelineError("step needs an optimizer: pass optimizer= to Pipeline (or update=False to accumulate)")
+            raise PipelineError(
+                "step needs an optimizer: pass optimizer= to Pipeline (or update=False to accumulate)"
+            )
         kind = f"step(update={update})"
         call, runs = self._prepare(kind, inputs, targets, microbatches, trains=True)
         weight = sum(call.weights)
@@ -252,7 +263,8 @@ class Pipeline:
 
         Args:
             inputs: needed on the first stage's rank.
-            to: "all" gives the rows to every rank; "last" to the last stage's rank only, and None to the others.
+            to: "all" gives the rows to every rank; "last" to the last stage's rank only, and None to the
+                others.
         """
         if to not in ("all", "last"):
             raise ValueError(f'to={to!r}: it must be "all" or "last"')
@@ -271,7 +283,14 @@ class Pipeline:
     # ------------------------------------------------------- before a call: agree
 
     def _prepare(
-        self, kind: str, inputs: Pytree, targets: Pytree, pairs: Pairs | None, *, trains: bool, predicts: bool = False
+        self,
+        kind: str,
+        inputs: Pytree,
+        targets: Pytree,
+        pairs: Pairs | None,
+        *,
+        trains: bool,
+        predicts: bool = False,
     ) -> tuple[Call, list[Run]]:
         """Cuts the batch, makes sure that all ranks mean the same call, and lays out its runs."""
         if self._closed is not None:
@@ -305,13 +324,21 @@ class Pipeline:
             self._shapes.of((trains and weight > 0, signature, environment))
             for weight, signature in zip(weights, signatures, strict=True)
         ]
-        call = Call(trains, count, keys, weights, 1.0, targets=cut.targets, predicts=predicts, loss_info=notes[last].loss)
+        call = Call(
+            trains,
+            count,
+            keys,
+            weights,
+            1.0,
+            targets=cut.targets,
+            predicts=predicts,
+            loss_info=notes[last].loss,
+        )
         runs = [Run(rank, programs[rank]) for rank in self._local]
         for run in runs:
             if run.rank == self._first:
                 run.mailbox.update(_posted(cut.inputs))
         return call, runs
-
 
     def _note(self, kind: str, cut: cutting.Cut, trains: bool, predicts: bool) -> Note:
         """What this process tells the others before a call."""
@@ -320,7 +347,11 @@ class Pipeline:
         if owns_last and self.stages[len(self.plan.placement) - 1].loss is None:
             raise PipelineError(f"{kind} needs a loss: pass loss= to Pipeline")
         for part in (inputs, targets):
-            if part is not None and len(part) != self.chunks and isinstance(self._resolved.schedule, schedules.CSVFile):
+            if (
+                part is not None
+                and len(part) != self.chunks
+                and isinstance(self._resolved.schedule, schedules.CSVFile)
+            ):
                 raise ValueError(f"{len(part)} microbatches, but the CSV plan is for {self.chunks}")
         return Note(
             kind,
@@ -383,7 +414,7 @@ class Pipeline:
         return numbers[0]
 
     def _fail(self, error: BaseException, runs: Sequence[Run] = ()) -> NoReturn:
-        """Ends a call that failed: in one process the next may succeed; between processes the pipeline is over."""
+        """Ends a call that failed. In one process the next may succeed; between processes all is over."""
         for stage in self.stages.values():
             stage.saved.clear()
         if runs:
@@ -418,10 +449,14 @@ class Pipeline:
             full: gather all stages on the CPU of rank 0 (a collective; empty on other ranks). Otherwise this
                 process's own stages, not copied: everything, in one process.
         """
-        own = {name: value for stage in self.stages.values() for name, value in stage.module.state_dict().items()}
+        own = {
+            name: value for stage in self.stages.values() for name, value in stage.module.state_dict().items()
+        }
         if not full:
             return own
-        on_cpu = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
+        on_cpu = {
+            name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in own.items()
+        }
         parts = self._transport.gather([on_cpu])
         return {name: value for part in parts or [] for name, value in part.items()}
 
@@ -447,7 +482,7 @@ class Pipeline:
 
     @property
     def bubble(self) -> float:
-        """The share of their time that ranks are predicted to wait in a step, under the schedules' default costs."""
+        """The share of a step in which ranks are predicted to wait, under the schedules' default costs."""
         return self.plan.bubble
 
     def close(self) -> None:
@@ -490,7 +525,7 @@ class _Numbers:
 
 
 def _signature(microbatch: Pytree) -> Hashable:
-    """What of an input shapes the outputs: structure, shapes, dtypes, and plain values that may be sizes or modes."""
+    """What of an input shapes the outputs: structure, shapes, dtypes, and values that may be sizes."""
     tensors, layout = pack(microbatch)
     if any(tensor.requires_grad for tensor in tensors):
         raise ValueError("inputs that require a gradient would not get one: detach() them")
@@ -524,7 +559,9 @@ def _owners(model: nn.Sequential, named: Named, device_map: DeviceMap) -> list[i
     """The rank of each parameter: that of the first layer that has it."""
     layers = {name: index for index, name in enumerate(model._modules)}
     rank_of = [
-        rank for rank, layers_of in zip(device_map.placement, device_map.stages, strict=True) for _ in layers_of
+        rank
+        for rank, layers_of in zip(device_map.placement, device_map.stages, strict=True)
+        for _ in layers_of
     ]
     return [rank_of[layers[name.split(".")[0]]] for name, _ in named]
 

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 Seeds: TypeAlias = list[list[int]]
+Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
@@ -41,9 +43,10 @@ def layer_seeds(seed: int, call: int, replica: int, microbatches: int, layers: i
     return table
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: Numbers) -> Numbers:
     """SplitMix64's step and finalizer (Steele, Lea and Flood, OOPSLA 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: Numbers = x ^ (x >> np.uint64(31))
+    return mixed

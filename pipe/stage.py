@@ -32,12 +32,11 @@ class Saved(NamedTuple):
     recompute: Parcel | None = None
 
 
-
 class _Entry(torch.autograd.Function):
     """Where autograd's graph of a stage begins: hands its inputs on and catches their gradients.
 
-    A plain leaf would do but for layers that write to their input in place, which autograd forbids on leaves; these
-    outputs are no leaves, and no views either (`.data`).
+    A plain leaf would do but for layers that write to their input in place, which autograd forbids on
+    leaves; these outputs are no leaves, and no views either (`.data`).
     """
 
     @staticmethod
@@ -50,6 +49,9 @@ class _Entry(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.caught[:] = gradients
         return (None,) * (2 + len(gradients))
+
+
+_enter: Callable[..., tuple[Tensor, ...]] = _Entry.apply
 
 
 class Stage:
@@ -91,7 +93,7 @@ class Stage:
         }
 
     def fingerprint(self) -> tuple[bool, ...]:
-        """What shapes this stage's outputs beside its input: which parameters train, which modules are training."""
+        """What shapes the outputs beside the input: which parameters train, which modules are training."""
         return (*(p.requires_grad for p in self._parameters), *(m.training for m in self._modules))
 
     def admit(self, parcel: Parcel) -> Parcel:
@@ -116,11 +118,14 @@ class Stage:
         """
         caught: list[Tensor | None] = []
         wants = self._wants.get(call.keys[microbatch]) if keep is Keep.INPUT else None
-        # Without a graph nobody knows which outputs want a gradient: the first forward of its kind makes one to see.
-        graph = keep is Keep.GRAPH or keep is Keep.INPUT and wants is None
+        # Without a graph nobody knows which outputs want a gradient: the first forward of its kind makes
+        # one to see.
+        graph = keep is Keep.GRAPH or (keep is Keep.INPUT and wants is None)
         source = parcel
         if keep is Keep.INPUT:
-            source = self.admit(parcel)  # the layers may write to their input, and the backward needs it again
+            source = self.admit(
+                parcel
+            )  # the layers may write to their input, and the backward needs it again
             versions = self._buffer_versions()
         value = self._enter(source, caught) if graph else source.value()
         with torch.set_grad_enabled(graph):
@@ -149,33 +154,40 @@ class Stage:
         return outgoing
 
     def _enter(self, parcel: Parcel, caught: list[Tensor | None]) -> Pytree:
-        """The input as autograd shall see it; `caught` will get the gradients of the tensors that want one."""
+        """The input as autograd shall see it; `caught` will get the gradients of what wants one."""
         if not any(parcel.wants):
             return parcel.value()
         caught.extend([None] * sum(parcel.wants))
         if parcel.layout is ONE_TENSOR:
-            return _Entry.apply(caught, self._anchor, parcel.tensors[0])[0]
+            return _enter(caught, self._anchor, parcel.tensors[0])[0]
         chosen = [tensor for tensor, wanted in zip(parcel.tensors, parcel.wants, strict=True) if wanted]
-        entered = iter(_Entry.apply(caught, self._anchor, *chosen))
+        entered = iter(_enter(caught, self._anchor, *chosen))
         tensors = [next(entered) if w else t for t, w in zip(parcel.tensors, parcel.wants, strict=True)]
         return unpack(tensors, parcel.layout)
 
     def _conclude(self, microbatch: int, output: Pytree, call: Call, keep: Keep) -> list[Tensor]:
-        """The pipeline's end: keeps a prediction, or evaluates the loss and returns it as the backward's root."""
+        """The pipeline's end: keeps a prediction, or returns the loss as the backward's root."""
         if call.predicts:
             call.predictions[microbatch] = output
             return []
-        # A microbatch of weight 0 has no mean (a masked one would be NaN); a recomputed one gets its loss there.
+        # A microbatch of weight 0 has no mean (a masked one would be NaN); a recomputed one gets its loss
+        # there.
         if keep is Keep.INPUT or not call.weights[microbatch]:
             return []
         assert self.loss is not None
         result = self.loss(output, call.target(microbatch, self.device))
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss must return the microbatch's mean loss, a tensor of one number, not {got}")
+            got = (
+                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            )
+            raise ValueError(
+                f"loss must return the microbatch's mean loss, a tensor of one number, not {got}"
+            )
         if keep is Keep.GRAPH and not loss.requires_grad and any(t.requires_grad for t in pack(output)[0]):
-            raise ValueError("loss returned a tensor without a gradient, though the output has one: is it detached?")
+            raise ValueError(
+                "loss returned a tensor without a gradient, though the output has one: is it detached?"
+            )
         loss = loss.reshape(()) if loss.dim() else loss
         call.record(microbatch, loss.detach(), metrics)
         return [loss] if loss.requires_grad else []
@@ -186,7 +198,8 @@ class Stage:
         """Adds a microbatch's gradients to the parameters' `.grad`.
 
         Args:
-            parcel: the gradients of the outputs that want one; None on the last stage, which begins at its loss.
+            parcel: the gradients of the outputs that want one; None on the last stage, which begins at its
+                loss.
 
         Returns:
             The gradients of the inputs that want one, None where the stage made no use of an input.
@@ -224,9 +237,9 @@ class Stage:
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
         """Lets a recomputation write to copies: the first forward has updated running statistics already."""
-        kept = [(m, name, m._buffers[name]) for m, name in self._written_buffers if m._buffers.get(name) is not None]
+        kept = [(module, name, module._buffers.get(name)) for module, name in self._written_buffers]
         for module, name, buffer in kept:
-            module._buffers[name] = buffer.clone() if buffer is not None else None
+            module._buffers[name] = None if buffer is None else buffer.clone()
         try:
             yield
         finally:

@@ -40,7 +40,8 @@ class Lane(NamedTuple):
 class Transport(Protocol):
     """Point to point and collectives, between the ranks of one pipeline.
 
-    Collectives take one item for each rank that lives in this process and return one for each rank of the pipeline.
+    Collectives take one item for each rank that lives in this process and return one for each rank of the
+    pipeline.
     """
 
     def send(self, lane: Lane, key: Key, parcel: Parcel, shape: int) -> bool:
@@ -73,7 +74,7 @@ class Transport(Protocol):
         """Every rank's item on rank 0, None elsewhere; picklable, of any size."""
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Rank `source`'s tensor, on every rank; the others pass one of the same shape, which is written to."""
+        """Rank `source`'s tensor, on every rank; the others pass one of its shape, to be written to."""
 
     def all_gather_tensors(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Every rank's 1-d tensor, of the length that `sizes` says, on every rank."""
@@ -82,7 +83,7 @@ class Transport(Protocol):
         """A pytree of rank `source`, on every rank; what the others pass is ignored."""
 
     def fail(self, error: BaseException, where: str) -> BaseException | None:
-        """Tells the other ranks that this one fails; returns what to raise instead, where another rank failed first."""
+        """Tells the other ranks; returns what to raise instead, where another rank failed first."""
 
     def close(self) -> None:
         """Gives connections and threads back."""
@@ -93,8 +94,10 @@ class InProcess:
 
     Args:
         devices: each rank's device; by default the sender's.
-        strict: rendezvous semantics, under which a send blocks until its receiver stands at the matching receive, and
-            a receive until its sender stands at the matching send: what completes here completes on any transport.
+        strict: rendezvous semantics, under which a send blocks until its receiver stands at the matching
+            receive, and
+            a receive until its sender stands at the matching send: what completes here completes on any
+                transport.
     """
 
     def __init__(self, devices: Sequence[torch.device] = (), *, strict: bool = False) -> None:

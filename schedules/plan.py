@@ -90,7 +90,7 @@ class Plan:
 
     @cached_property
     def bubble(self) -> float:
-        """The share of ranks x makespan in which ranks wait, if ops take their default costs and transfers nothing."""
+        """The share of ranks x makespan in which ranks wait, under default costs and free transfers."""
         from schedules.clock import bubble
 
         return bubble(self)

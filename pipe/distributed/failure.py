@@ -3,12 +3,14 @@
 import time
 import types
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 _REPORT, _HEARD = "failure", "heard"
-# A failing rank writes its report before it hangs up, so it is there when others look; this allows for a slow store.
+# A failing rank writes its report before it hangs up, so it is there when others look; this allows for a
+# slow store.
 _LOOK_S = 2.0
-# How long a rank waits for the others to have heard: an elastic agent kills all .1 s after the first one ends.
+# How long a rank waits for the others to have heard: an elastic agent kills all .1 s after the first one
+# ends.
 _LINGER_S = 5.0
 
 
@@ -19,14 +21,14 @@ class LostContact(Exception):
 class Bulletin:
     """The board in the store on which the first failure of a pipeline is written, once."""
 
-    def __init__(self, store: dist.Store, size: int) -> None:
+    def __init__(self, store: Store, size: int) -> None:
         self._store = store
         self._size = size
 
     def post(self, report: str) -> str:
         """Writes a report, unless there is one; returns the one that stands."""
         try:
-            return self._store.compare_set(_REPORT, "", report).decode()
+            return str(self._store.compare_set(_REPORT, "", report), "utf-8")
         except RuntimeError:  # the store's host is gone
             return report
 
@@ -38,7 +40,7 @@ class Bulletin:
                 if time.monotonic() > end:
                     return None
                 time.sleep(0.02)
-            return self._store.get(_REPORT).decode()
+            return str(self._store.get(_REPORT), "utf-8")
         except RuntimeError:
             return None
 
@@ -57,8 +59,8 @@ class Bulletin:
 def forget_frames(error: BaseException | None, folder: str) -> None:
     """Clears the locals that an error's traceback keeps of functions in a folder.
 
-    gloo closes its sockets, and so wakes the other side, only once nothing refers to a group. The frames of the
-    user's own code stay as they are, for a debugger.
+    gloo closes its sockets, and so wakes the other side, only once nothing refers to a group. The frames of
+    the user's own code stay as they are, for a debugger.
     """
     while error is not None:
         trace: types.TracebackType | None = error.__traceback__

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipe.transport import Lane
@@ -28,25 +29,27 @@ def world_size(mesh: DeviceMesh | None) -> int:
         if "pp" not in names:
             raise ValueError(f"mesh= needs a dimension named 'pp'; it has {list(names)}")
         if "dp" in names and mesh["dp"].size() > 1:
-            raise ValueError(f"mesh= has {mesh['dp'].size()} replicas (dimension 'dp'); data parallelism isn't there yet")
+            raise ValueError(
+                f"mesh= has {mesh['dp'].size()} replicas (dimension 'dp'); data parallelism isn't there yet"
+            )
         return mesh["pp"].size()
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def default_device() -> torch.device:
-    """The device of this process: cuda:LOCAL_RANK where there are GPUs, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
+def default_device(world: int) -> torch.device:
+    """Where there are GPUs, cuda:LOCAL_RANK, or all of them for a process that is the world; else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if world > 1 else torch.device("cuda")
 
 
 class Groups:
     """The process groups of one pipeline, and this process's rank in it.
 
-    They are made apart from torch's registry of groups, on a store prefix of their own: closing them wakes whoever
-    waits in them and disturbs nobody else, and other pipelines of the same world aren't asked.
+    They are made apart from torch's registry of groups, on a store prefix of their own: closing them wakes
+    whoever waits in them and disturbs nobody else, and other pipelines of the same world aren't asked.
     """
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device, timeout: float) -> None:
@@ -61,7 +64,7 @@ class Groups:
         self.rank = members.index(dist.get_rank())
         self.size = len(members)
         scope = f"pipe/{next(_serial)}/{members[0]}"
-        self.store: dist.Store = dist.PrefixStore(scope, dist.distributed_c10d._get_default_store())
+        self.store = PrefixStore(scope, dist.distributed_c10d._get_default_store())
         everyone = range(self.size)
         self.control = self._gloo("control", everyone)
         # On CPUs one gloo group serves everything: each group costs threads, which spin.
@@ -71,8 +74,8 @@ class Groups:
     def open(self, lanes: Sequence[Lane]) -> None:
         """Gives every channel of this rank its communicator, in an order that is the same on all ranks.
 
-        Under NCCL each channel is a communicator of its own: one shared by both directions would run their transfers
-        in the order of posting and close cycles. gloo keeps channels apart by tag.
+        Under NCCL each channel is a communicator of its own: one shared by both directions would run their
+        transfers in the order of posting and close cycles. gloo keeps channels apart by tag.
         """
         for lane in sorted(lanes):
             ends = sorted((lane.source, lane.destination))
@@ -82,7 +85,11 @@ class Groups:
                 self._lanes[lane] = (self.control, lane.source, lane.destination)
             else:
                 name = f"{lane.source}-{lane.destination}-{lane.value}"
-                self._lanes[lane] = (self._nccl(name, ends), ends.index(lane.source), ends.index(lane.destination))
+                self._lanes[lane] = (
+                    self._nccl(name, ends),
+                    ends.index(lane.source),
+                    ends.index(lane.destination),
+                )
 
     def lane(self, lane: Lane) -> tuple[Any, int, int]:
         """A channel's group, and its source and destination as that group counts ranks."""
@@ -97,17 +104,17 @@ class Groups:
                 group.abort()
         del groups, self.data, self.control
 
-    # A ProcessGroupGloo is built as new_group would build it. new_group itself names a group after its members: a
-    # second pipeline of the same ranks would find the first one's addresses in the store.
+    # A ProcessGroupGloo is built as new_group would build it. new_group itself names a group after its
+    # members: a second pipeline of the same ranks would find the first one's addresses in the store.
 
     def _gloo(self, name: str, members: Sequence[int]) -> Any:
-        store = dist.PrefixStore(name, self.store)
+        store = PrefixStore(name, self.store)
         return dist.ProcessGroupGloo(store, members.index(self.rank), len(members), self._timeout)
 
     def _nccl(self, name: str, members: Sequence[int]) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        store = dist.PrefixStore(name, self.store)
+        store = PrefixStore(name, self.store)
         return dist.ProcessGroupNCCL(store, members.index(self.rank), len(members), options)
 
 

@@ -15,10 +15,12 @@ T = TypeVar("T")
 
 
 def launch(fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 300.0) -> list[T]:
-    """Runs `fn(*args)` in `ranks` processes of this machine, as torchrun would, and returns their results by rank.
+    """Runs `fn(*args)` in `ranks` processes of this machine, as torchrun would, and returns their results
+    by rank.
 
-    From a script the processes are spawned, so `fn` must be importable (a top-level function) and the script needs
-    its `if __name__ == "__main__":`. In a notebook, whose functions can't be imported, they are forked.
+    From a script the processes are spawned, so `fn` must be importable (a top-level function) and the
+    script needs its `if __name__ == "__main__":`. In a notebook, whose functions can't be imported, they
+    are forked.
 
     Args:
         ranks: the number of processes.
@@ -26,7 +28,8 @@ def launch(fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 300.0)
 
     Raises:
         PipelineError: in a notebook, where CUDA or autograd's threads are up already: a fork would hang.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed; it names the first.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed; it names the
+        first.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: at least one process is needed")
@@ -57,10 +60,12 @@ def _in_notebook() -> bool:
 
 
 def _check_fork() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        raise PipelineError("CUDA is in use in this process and doesn't survive a fork: launch before touching a GPU")
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise PipelineError("CUDA is in use here and doesn't survive a fork: launch before touching a GPU")
     if any(name.startswith("pt_autograd") for name in _thread_names()):
-        raise PipelineError("autograd's threads are up in this process and don't survive a fork: launch before a backward")
+        raise PipelineError(
+            "autograd's threads are up here and don't survive a fork: launch before a backward"
+        )
 
 
 def _thread_names() -> list[str]:

@@ -91,7 +91,9 @@ class DistributedTransport:
     def _send_activation(self, lane: Lane, key: Key, parcel: Parcel, known: tuple[int, int, int]) -> None:
         shape = self._shapes.get(known)
         if shape is None:
-            metas = tuple(Meta(t.shape, t.dtype, w) for t, w in zip(parcel.tensors, parcel.wants, strict=True))
+            metas = tuple(
+                Meta(t.shape, t.dtype, w) for t, w in zip(parcel.tensors, parcel.wants, strict=True)
+            )
             self._shapes[known] = shape = _Shape(parcel.layout, metas)
             self._send_header(lane, (parcel.layout, metas))
         else:
@@ -115,7 +117,9 @@ class DistributedTransport:
             layout = shape.layout
             if layout.travels:
                 layout = Layout(layout.spec, layout.kinds, self._receive_header(lane))
-        return self._receive_tensors(lane, layout, shape.metas, tuple(meta.requires_grad for meta in shape.metas))
+        return self._receive_tensors(
+            lane, layout, shape.metas, tuple(meta.requires_grad for meta in shape.metas)
+        )
 
     def _send_gradient(self, lane: Lane, key: Key, parcel: Parcel, known: tuple[int, int, int]) -> None:
         if not parcel.tensors:
@@ -123,8 +127,8 @@ class DistributedTransport:
         absent = tuple(tensor is None for tensor in parcel.tensors)
         learnt = self._absent.get(known)
         if learnt is None or any(learnt):
-            # An input that the stage made no use of has no gradient, and none is made up: as long as that happens
-            # each message says which are there.
+            # An input that the stage made no use of has no gradient, and none is made up: as long as that
+            # happens each message says which are there.
             self._absent[known] = absent
             self._send_header(lane, absent)
             learnt = absent
@@ -140,7 +144,9 @@ class DistributedTransport:
         absent = self._absent.get(known)
         if absent is None or any(absent):
             absent = self._absent[known] = self._receive_header(lane)
-        parcel = self._receive_tensors(lane, _NO_LAYOUT, [m for m, left in zip(metas, absent, strict=True) if not left])
+        parcel = self._receive_tensors(
+            lane, _NO_LAYOUT, [m for m, left in zip(metas, absent, strict=True) if not left]
+        )
         there = iter(parcel.tensors)
         return Parcel([None if left else next(there) for left in absent], works=parcel.works)
 
@@ -246,7 +252,7 @@ class DistributedTransport:
             for rank, length in enumerate(lengths[1:], start=1):
                 part = torch.empty(length, dtype=torch.uint8)
                 control.recv([part], rank, _GATHER_TAG).wait()
-                found.append(pickle.loads(part.numpy()))
+                found.append(pickle.loads(part.numpy().tobytes()))
         except RuntimeError as error:
             raise self._lost(None, error) from None
         return found
@@ -328,8 +334,9 @@ def _words(meta: Meta) -> str:
 def _calm_gloo() -> None:
     """Lets gloo's event loops yield to computation where the system allows it.
 
-    They spin while a transfer is under way; under SCHED_BATCH the kernel stops favouring them over the threads that
-    compute, which on a machine with no core to spare is worth more than the latency (benchmarks/overhead.py).
+    They spin while a transfer is under way; under SCHED_BATCH the kernel stops favouring them over the
+    threads that compute, which on a machine with no core to spare is worth more than the latency
+    (benchmarks/overhead.py).
     """
     if not hasattr(os, "sched_setscheduler") or not os.path.isdir("/proc/self/task"):
         return
