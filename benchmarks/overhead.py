@@ -62,9 +62,8 @@ def main() -> None:
     runs: dict[str, list[Result]] = {side: [] for side in SIDES}
     for repetition in range(args.repetitions):
         for side in SIDES:
-            print(f"\rrepetition {repetition + 1}/{args.repetitions}: {side:12}", end="", flush=True)
+            print(f"repetition {repetition + 1} of {args.repetitions}: {side}", file=sys.stderr)
             runs[side].append(launch(side, args))
-    print("\r" + " " * 50)
     report = summarize(runs)
     check_losses(runs)
     print(table(report))
@@ -128,7 +127,7 @@ def plain_loop() -> Step:
             sent = first(x)
             received = sent.detach().requires_grad_()
             part = loss(last(received), target) * (1 / MICROBATCHES)
-            part.backward()
+            torch.autograd.backward(part)
             torch.autograd.backward(sent, received.grad)
             total += part.detach()
         optimizer.step()
@@ -248,12 +247,12 @@ def wait(processes: list[subprocess.Popen[bytes]], side: str, timeout: float) ->
     try:
         while None in codes and not any(codes):
             if time.monotonic() > deadline:
-                raise SystemExit(f"\n{side}: not done after {timeout:.0f} s (--timeout)")
+                raise SystemExit(f"{side}: not done after {timeout:.0f} s (--timeout)")
             time.sleep(0.05)
             codes = [process.poll() for process in processes]
         if any(codes):
             time.sleep(5)  # for the other ranks to say what they know
-            raise SystemExit(f"\n{side}: the ranks ended with {[p.poll() for p in processes]}")
+            raise SystemExit(f"{side}: the ranks ended with {[p.poll() for p in processes]}")
     finally:
         for process in processes:
             process.kill()
@@ -271,8 +270,9 @@ def summarize(runs: dict[str, list[Result]]) -> Result:
         "torch 1F1B, 2 gloo ranks": row(runs["torch-gloo"], "torch", ACTIONS),
     }
     plain, engine, ours, theirs = rows.values()
-    ratios = [
-        statistics.median(a["us"]["engine"]) / statistics.median(b["us"]["torch"])
+    # Neighbours in time: where the machine drifts, these are worth more than the ratio of all.
+    pairs = [
+        (row([a], "engine", ACTIONS), row([b], "torch", ACTIONS))
         for a, b in zip(runs["engine-gloo"], runs["torch-gloo"], strict=True)
     ]
     own = {key: engine[key] - plain[key] for key in ("us_per_action_median", "us_per_action_p10")}
@@ -281,7 +281,8 @@ def summarize(runs: dict[str, list[Result]]) -> Result:
         "engine_only": own,
         "ratio_median": ours["step_us_median"] / theirs["step_us_median"],
         "ratio_p10": ours["step_us_p10"] / theirs["step_us_p10"],
-        "ratio_of_each_repetition": ratios,
+        "ratios_median": [a["step_us_median"] / b["step_us_median"] for a, b in pairs],
+        "ratios_p10": [a["step_us_p10"] / b["step_us_p10"] for a, b in pairs],
     }
 
 
@@ -311,11 +312,12 @@ def table(report: Result) -> str:
     lines.append(
         f"{'engine only, 1 process':44}{own['us_per_action_median']:9.1f}{own['us_per_action_p10']:9.1f}"
     )
-    each = " ".join(f"{ratio:.2f}" for ratio in report["ratio_of_each_repetition"])
-    lines.append(
-        f"\nengine / torch on gloo: {report['ratio_median']:.2f} by medians, "
-        f"{report['ratio_p10']:.2f} by p10 (medians of each repetition: {each})"
-    )
+    lines.append("")
+    for key in ("median", "p10"):
+        each = " ".join(f"{ratio:.2f}" for ratio in report[f"ratios_{key}"])
+        lines.append(
+            f"engine / torch on gloo, by {key:6} {report[f'ratio_{key}']:5.2f}  (repetitions: {each})"
+        )
     return "\n".join(lines)
 
 

@@ -215,7 +215,8 @@ def evaluate(pipeline: Pipeline, text: Tensor, args: argparse.Namespace) -> floa
     """Bits per byte over windows spread evenly over the text."""
     last = len(text) - args.seq_len - 1
     total = 0.0
-    for starts in torch.linspace(0, last, VALIDATION_WINDOWS).long().split(args.batch_size):
+    all_starts = torch.linspace(0, last, VALIDATION_WINDOWS).long()
+    for starts in torch.split(all_starts, args.batch_size):
         inputs, targets = windows(text, starts, args.seq_len)
         total += pipeline.evaluate(inputs, targets).item() * len(starts)
     return total / VALIDATION_WINDOWS / math.log(2)

@@ -1,11 +1,17 @@
 """What the ranks tell each other before a call, and whether they mean the same thing."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pipe.errors import DisagreementError, PeerError
+
+
+def digest(items: Sequence[object]) -> str:
+    """A short fingerprint, the same in every process."""
+    return hashlib.sha256(repr(list(items)).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

@@ -115,20 +115,23 @@ def unpack(tensors: Sequence[Tensor], layout: Layout) -> Pytree:
     return pytree.tree_unflatten(leaves, layout.spec)
 
 
-def twin(tensor: Tensor, device: torch.device) -> Tensor:
+def twin_of(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy with the tensor's strides and its address modulo 64.
 
     A microbatch is a view of the batch, and kernels choose their path, and so their last bits, by stride and
     alignment: the twin of a view computes what the view would, and may be written to.
     """
-    tensor = tensor.detach()
     if tensor.device != device or not tensor.numel():
-        return tensor.to(device, copy=True)
+        return tensor.detach().to(device, copy=True)
     item = tensor.element_size()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    room = torch.empty(extent * item + 64, dtype=torch.uint8, device=device)
-    start = (tensor.data_ptr() - room.data_ptr()) % 64
-    flat = room[start : start + extent * item].view(tensor.dtype)
-    flat.copy_(tensor.as_strided((extent,), (1,)))
-    # `.data` cuts the tie to `room`: the autograd of views would refuse layers that write in place.
-    return flat.as_strided(tensor.shape, tensor.stride()).data
+    shape, strides = tensor.shape, tensor.stride()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    room = torch.empty(extent + 64 // item, dtype=tensor.dtype, device=device)
+    start = (tensor.data_ptr() - room.data_ptr()) % 64 // item
+    if tensor.is_contiguous():
+        twin = room.as_strided(shape, strides, start).copy_(tensor.detach())
+    else:  # whatever lies between: a view that overlaps itself can't be written to
+        room[start : start + extent].copy_(tensor.detach().as_strided((extent,), (1,)))
+        twin = room.as_strided(shape, strides, start)
+    # `.data` cuts the tie to `room`: autograd refuses layers that write to a view it doesn't know.
+    return twin.data

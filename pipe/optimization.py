@@ -1,7 +1,6 @@
 """From gradients to an update: accumulation over calls, the global norm, the user's optimizer."""
 
 import functools
-import hashlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -9,16 +8,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipe.agreement import digest
 from pipe.errors import PipelineError
 from pipe.transport import Transport
 
 Named: TypeAlias = list[tuple[str, nn.Parameter]]
 OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
-
-
-def digest(items: Sequence[object]) -> str:
-    """A short fingerprint, the same in every process."""
-    return hashlib.sha256(repr(list(items)).encode()).hexdigest()[:12]
 
 
 def trainable(model: nn.Module) -> Named:

@@ -9,12 +9,13 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 import partitioners
 import schedules
 from partitioners import DeviceMap
 from pipe import microbatch as cutting
-from pipe.agreement import LossInfo, Note, Opening, check_notes, check_openings
+from pipe.agreement import LossInfo, Note, Opening, check_notes, check_openings, digest
 from pipe.boundary import ONE_TENSOR, Parcel, Pytree, pack
 from pipe.call import Call
 from pipe.distributed.failure import LostContact
@@ -23,7 +24,7 @@ from pipe.distributed.transport import DistributedTransport
 from pipe.errors import PipelineError
 from pipe.executor import Run, Step, compile_program, execute
 from pipe.microbatch import Split, Weight
-from pipe.optimization import Named, OptimizerFactory, Updates, build_optimizer, digest, trainable
+from pipe.optimization import Named, OptimizerFactory, Updates, build_optimizer, trainable
 from pipe.options import Options, merge
 from pipe.randomness import generators, layer_seeds, preserved
 from pipe.stage import Loss, Stage
@@ -449,16 +450,11 @@ class Pipeline:
             full: gather all stages on the CPU of rank 0 (a collective; empty on other ranks). Otherwise this
                 process's own stages, not copied: everything, in one process.
         """
-        own = {
-            name: value for stage in self.stages.values() for name, value in stage.module.state_dict().items()
-        }
-        if not full:
-            return own
-        on_cpu = {
-            name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in own.items()
-        }
-        parts = self._transport.gather([on_cpu])
-        return {name: value for part in parts or [] for name, value in part.items()}
+        own = {index: stage.module.state_dict() for index, stage in self.stages.items()}
+        if full:
+            parts = self._transport.gather([pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), own)])
+            own = {index: state for part in parts or [] for index, state in part.items()}
+        return {name: value for index in sorted(own) for name, value in own[index].items()}
 
     @property
     def chunks(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pipe.boundary import ONE_TENSOR, Parcel, Pytree, pack, twin, unpack
+from pipe.boundary import ONE_TENSOR, Parcel, Pytree, pack, twin_of, unpack
 from pipe.call import Call
 from pipe.randomness import generators
 
@@ -98,7 +98,9 @@ class Stage:
 
     def admit(self, parcel: Parcel) -> Parcel:
         """A copy of a microbatch that the layers may write to, on the stage's device."""
-        return Parcel([twin(tensor, self.device) for tensor in parcel.tensors], parcel.layout, parcel.wants)
+        return Parcel(
+            [twin_of(tensor, self.device) for tensor in parcel.tensors], parcel.layout, parcel.wants
+        )
 
     def forget_shapes(self) -> None:
         """Forgets what was learnt by `Call.keys`."""

@@ -2,7 +2,8 @@
 
 import atexit
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -12,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipe.agreement import digest
 from pipe.transport import Lane
 
-# Pipelines of one process, numbered alike in every process since all construct them in the same order.
-_serial = count()
+# The pipelines over some ranks are numbered alike on all of them, since all construct them in the same order.
+_serials: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
 
 
 def world_size(mesh: DeviceMesh | None) -> int:
@@ -63,7 +65,7 @@ class Groups:
         members = _members(mesh)
         self.rank = members.index(dist.get_rank())
         self.size = len(members)
-        scope = f"pipe/{next(_serial)}/{members[0]}"
+        scope = f"pipe/{digest(members)}/{next(_serials[tuple(members)])}"
         self.store = PrefixStore(scope, dist.distributed_c10d._get_default_store())
         everyone = range(self.size)
         self.control = self._gloo("control", everyone)

@@ -1,0 +1,10 @@
+"""A script that starts its own ranks: `launched.py RANKS PROGRAM ARGUMENTS`."""
+
+import sys
+
+from main import main
+
+import pipe
+
+if __name__ == "__main__":
+    pipe.launch(main, int(sys.argv[1]), sys.argv[2:])
