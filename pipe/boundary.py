@@ -29,7 +29,7 @@ class Layout:
         return bool(self.values)
 
 
-# Almost every boundary is one tensor: that case must not pay for a pytree.
+# Almost every boundary is one tensor: that case has no spec, and must not pay for a pytree.
 ONE_TENSOR = Layout(None, (_TENSOR,))
 
 
@@ -108,7 +108,7 @@ def pack(value: Pytree) -> tuple[list[Tensor], Layout]:
 
 def unpack(tensors: Sequence[Tensor], layout: Layout) -> Pytree:
     """The pytree that `pack` took apart."""
-    if layout is ONE_TENSOR or layout.spec is None:
+    if layout.spec is None:
         return tensors[0]
     rest, values = iter(tensors), iter(layout.values)
     leaves = [next(rest) if k == _TENSOR else next(values) if k == _VALUE else None for k in layout.kinds]

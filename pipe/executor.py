@@ -128,6 +128,12 @@ def execute(runs: Sequence[Run], transport: Transport, call: Call) -> None:
     Raises:
         PipelineError: an action without its inputs, a deadlock, or something left over at the end.
     """
+    transport.begin(
+        (step.lane, step.gives, call.keys[step.microbatch])
+        for run in runs
+        for step in run.program
+        if step.kind == _RECEIVE
+    )
     waiting = list(runs)
     while waiting:
         moved = False

@@ -16,7 +16,7 @@ import schedules
 from partitioners import DeviceMap
 from pipe import microbatch as cutting
 from pipe.agreement import LossInfo, Note, Opening, check_notes, check_openings, digest
-from pipe.boundary import ONE_TENSOR, Parcel, Pytree, pack
+from pipe.boundary import Parcel, Pytree, pack
 from pipe.call import Call
 from pipe.distributed.failure import LostContact
 from pipe.distributed.groups import Groups, default_device, world_size
@@ -47,7 +47,8 @@ class Pipeline:
         model: the whole model, on every rank. The pipeline uses its layers themselves and keeps only its
             own stages'.
         options: the option string, such as `"chunks=5 device_map=0:0-5,1:5-10"`, or an `Options`.
-        schedule: a schedule (`schedules.OneFOneB()`, or your own), in place of `schedule=` in the string.
+        schedule: a schedule (`schedules.OneFOneB()`, or your own) or its name, in place of `schedule=` in the
+            string.
         loss: `(output, target) -> mean loss` of a microbatch, or `-> (mean loss, {name: value})`.
         optimizer: called with `[(unsplit name, parameter), ...]`, returns a `torch.optim.Optimizer`. None:
             evaluation and prediction only.
@@ -71,7 +72,7 @@ class Pipeline:
         model: nn.Sequential,
         options: str | Options = "",
         *,
-        schedule: Schedule | None = None,
+        schedule: Schedule | str | None = None,
         loss: Loss | None = None,
         optimizer: OptimizerFactory | None = None,
         clip: float | None = None,
@@ -91,9 +92,8 @@ class Pipeline:
         self._closed: str | None = None
         self._calls = 0
         self._programs: dict[tuple[int, bool], dict[int, list[Step]]] = {}
-        self._loss_info: dict[
-            bool, LossInfo
-        ] = {}  # what the last stage's rank knows, of steps and of evaluations
+        # What the last stage's rank knows of the loss in steps (True) and in evaluations.
+        self._loss_info: dict[bool, LossInfo] = {}
         self._signatures, self._shapes = _Numbers(), _Numbers()
         if world > 1:
             transport = DistributedTransport(Groups(mesh, self._device, _timeout(options)), self._device)
@@ -130,12 +130,14 @@ class Pipeline:
         self,
         model: nn.Sequential,
         options: Options,
-        schedule: Schedule | None,
+        schedule: Schedule | str | None,
         loss: Loss | None,
         optimizer: OptimizerFactory | None,
         seed: int | None,
         world: int,
     ) -> Opening:
+        if isinstance(schedule, str):
+            schedule = schedules.get(schedule)
         partitioners.check_model(model)
         sizes = functools.partial(partitioners.layer_sizes, model)
         self.options = options
@@ -526,7 +528,7 @@ def _signature(microbatch: Pytree) -> Hashable:
     if any(tensor.requires_grad for tensor in tensors):
         raise ValueError("inputs that require a gradient would not get one: detach() them")
     shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-    if layout is ONE_TENSOR:
+    if layout.spec is None:
         return shapes
     telling = tuple(value for value in layout.values if isinstance(value, int | str))
     return (shapes, repr(layout.spec), layout.kinds, telling)

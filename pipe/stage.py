@@ -1,7 +1,7 @@
 """One stage at work: its layers forward and backward, and the activations it keeps in between."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -51,6 +51,7 @@ class _Entry(torch.autograd.Function):
         return (None,) * (2 + len(gradients))
 
 
+_AS_IT_IS = nullcontext()  # the call has set the grad mode that most forwards want
 _enter: Callable[..., tuple[Tensor, ...]] = _Entry.apply
 
 
@@ -130,7 +131,7 @@ class Stage:
             )  # the layers may write to their input, and the backward needs it again
             versions = self._buffer_versions()
         value = self._enter(source, caught) if graph else source.value()
-        with torch.set_grad_enabled(graph):
+        with _AS_IT_IS if graph == call.trains else torch.set_grad_enabled(graph):
             if call.seeds is None:
                 for layer in self.layers:
                     value = layer(value)
@@ -160,7 +161,7 @@ class Stage:
         if not any(parcel.wants):
             return parcel.value()
         caught.extend([None] * sum(parcel.wants))
-        if parcel.layout is ONE_TENSOR:
+        if parcel.layout.spec is None:
             return _enter(caught, self._anchor, parcel.tensors[0])[0]
         chosen = [tensor for tensor, wanted in zip(parcel.tensors, parcel.wants, strict=True) if wanted]
         entered = iter(_enter(caught, self._anchor, *chosen))

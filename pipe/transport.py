@@ -1,7 +1,7 @@
 """How ranks talk: the interface, and its implementation for ranks that live in one process."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -43,6 +43,9 @@ class Transport(Protocol):
     Collectives take one item for each rank that lives in this process and return one for each rank of the
     pipeline.
     """
+
+    def begin(self, receives: Iterable[tuple[Lane, Key, int]]) -> None:
+        """Begins a call in which this process will receive these messages, in order (with `shape` as in `send`)."""
 
     def send(self, lane: Lane, key: Key, parcel: Parcel, shape: int) -> bool:
         """Sends a parcel; False if it has to be tried again after other ranks moved on.
@@ -106,6 +109,9 @@ class InProcess:
         self._queues: dict[Lane, deque[tuple[Key, Parcel]]] = {}
         self._offers: dict[Lane, Key] = {}  # strict: sends that stand and wait
         self._taken: set[Lane] = set()  # strict: offers that were received
+
+    def begin(self, receives: Iterable[tuple[Lane, Key, int]]) -> None:
+        """Nothing to prepare: messages lie in queues."""
 
     def send(self, lane: Lane, key: Key, parcel: Parcel, shape: int) -> bool:
         if self.strict and lane in self._offers:

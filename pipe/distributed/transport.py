@@ -3,7 +3,7 @@
 import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +16,7 @@ from pipe.distributed.failure import Bulletin, LostContact, forget_frames
 from pipe.distributed.groups import Groups
 from pipe.errors import PeerError, PipelineError
 from pipe.transport import Key, Lane
-from schedules import ACTIVATION
+from schedules import ACTIVATION, edge_of
 
 T = TypeVar("T")
 
@@ -26,6 +26,8 @@ _HEADER_TAGS = {True: 3, False: 4}
 _GATHER_TAG = 5
 # Sends under way on a lane before the oldest is waited for. Any number is safe: a plan is proved with none.
 _SENDS_UNDER_WAY = 4
+# Receives posted before the program comes to them, on each lane.
+_RECEIVES_AHEAD = 2
 # Bytes that every rank contributes to an agreement; what is longer takes a second round.
 _ROOM = 1024
 
@@ -60,6 +62,10 @@ class DistributedTransport:
         self._shapes: dict[tuple[int, int, int], _Shape] = {}  # by edge and the call's shape number
         self._absent: dict[tuple[int, int, int], tuple[bool, ...]] = {}  # gradients that are None, as learnt
         self._sending: dict[Lane, deque[tuple[Any, Tensor]]] = {}
+        self._awaited: dict[
+            Lane, deque[tuple[Key, int]]
+        ] = {}  # what a call's programs still receive, by lane
+        self._posted: dict[Lane, deque[Parcel]] = {}  # of these, what is posted and not asked for yet
         _calm_gloo()
 
     def open(self, lanes: Sequence[Lane]) -> None:
@@ -77,16 +83,53 @@ class DistributedTransport:
     # ------------------------------------------------------------ point to point
 
     def send(self, lane: Lane, key: Key, parcel: Parcel, shape: int) -> bool:
+        known = (*edge_of(lane.value, key.source, key.destination), shape)
         if lane.value == ACTIVATION:
-            self._send_activation(lane, key, parcel, (key.source, key.destination, shape))
+            self._send_activation(lane, key, parcel, known)
         else:
-            self._send_gradient(lane, key, parcel, (key.destination, key.source, shape))
+            self._send_gradient(lane, key, parcel, known)
         return True
 
+    def begin(self, receives: Iterable[tuple[Lane, Key, int]]) -> None:
+        self._awaited.clear()
+        for lane, key, shape in receives:
+            self._awaited.setdefault(lane, deque()).append((key, shape))
+        for lane in self._awaited:
+            self._post_ahead(lane)
+
     def receive(self, lane: Lane, key: Key, shape: int) -> Parcel:
+        posted = self._posted.setdefault(lane, deque())
+        if posted:
+            parcel = posted.popleft()
+        else:
+            self._awaited[lane].popleft()
+            parcel = self._post(lane, key, shape)
+        self._post_ahead(lane)
+        return parcel
+
+    def _post_ahead(self, lane: Lane) -> None:
+        """Posts the next receives of a lane, as far as they are known to come without a header."""
+        awaited, posted = self._awaited[lane], self._posted.setdefault(lane, deque())
+        while awaited and len(posted) < _RECEIVES_AHEAD:
+            key, shape = awaited[0]
+            if not self._comes_bare(lane, key, shape):
+                return
+            awaited.popleft()
+            posted.append(self._post(lane, key, shape))
+
+    def _comes_bare(self, lane: Lane, key: Key, shape: int) -> bool:
+        edge = edge_of(lane.value, key.source, key.destination)
+        known = self._shapes.get((*edge, shape))
+        if known is None or lane.value == ACTIVATION:
+            return known is not None and not known.layout.travels
+        absent = self._absent.get((*edge, shape))
+        return absent is not None and not any(absent)
+
+    def _post(self, lane: Lane, key: Key, shape: int) -> Parcel:
+        known = (*edge_of(lane.value, key.source, key.destination), shape)
         if lane.value == ACTIVATION:
-            return self._receive_activation(lane, (key.source, key.destination, shape))
-        return self._receive_gradient(lane, (key.destination, key.source, shape))
+            return self._receive_activation(lane, known)
+        return self._receive_gradient(lane, known)
 
     def _send_activation(self, lane: Lane, key: Key, parcel: Parcel, known: tuple[int, int, int]) -> None:
         shape = self._shapes.get(known)
@@ -307,6 +350,7 @@ class DistributedTransport:
         else:
             report = self._bulletin.post(f"{where}: {type(error).__name__}: {error}")
         self._sending.clear()
+        self._posted.clear()
         forget_frames(error, os.path.dirname(__file__))
         self.close()
         self._bulletin.linger()
