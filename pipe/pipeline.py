@@ -83,6 +83,7 @@ class Pipeline:
         device: torch.device | str | None = None,
     ) -> None:
         self.metrics: dict[str, Tensor] = {}
+        self.optimizer: torch.optim.Optimizer | None = None
         self.peak_live: dict[int, int] = {}
         self._weight, self._split = weight, split
         world = world_size(mesh)
@@ -422,6 +423,8 @@ class Pipeline:
             stage.saved.clear()
         if runs:
             self._updates.discard()
+        for run in runs:
+            run.mailbox.clear()  # parcels under way hold on to their connection
         instead = self._transport.fail(error, runs[0].stands_at() if runs else f"rank {self._rank}")
         if self._rank is not None:
             self._closed = f" since a call failed: {_words(error)}"

@@ -224,17 +224,17 @@ class Stage:
 
     # ----------------------------------------------- buffers, under recomputation
 
-    def _buffer_versions(self) -> list[tuple[nn.Module, str, Tensor, int]]:
+    def _buffer_versions(self) -> list[tuple[nn.Module, str, Tensor | None, int]]:
         return [
-            (module, name, buffer, buffer._version)
+            (module, name, buffer, 0 if buffer is None else buffer._version)
             for module in self._modules
             for name, buffer in module._buffers.items()
-            if buffer is not None
         ]
 
-    def _note_written_buffers(self, before: list[tuple[nn.Module, str, Tensor, int]]) -> None:
+    def _note_written_buffers(self, before: list[tuple[nn.Module, str, Tensor | None, int]]) -> None:
         for module, name, buffer, version in before:
-            if module._buffers.get(name) is not buffer or buffer._version != version:
+            now = module._buffers.get(name)
+            if now is not buffer or (now is not None and now._version != version):
                 self._written_buffers.add((module, name))
 
     @contextmanager

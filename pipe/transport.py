@@ -45,7 +45,7 @@ class Transport(Protocol):
     """
 
     def begin(self, receives: Iterable[tuple[Lane, Key, int]]) -> None:
-        """Begins a call in which this process will receive these messages, in order (with `shape` as in `send`)."""
+        """Begins a call in which this process will receive these messages, in order; `shape` as in `send`."""
 
     def send(self, lane: Lane, key: Key, parcel: Parcel, shape: int) -> bool:
         """Sends a parcel; False if it has to be tried again after other ranks moved on.

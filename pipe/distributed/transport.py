@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import pipe
 from pipe.boundary import Layout, Meta, Parcel, Pytree, pack, unpack
 from pipe.distributed.failure import Bulletin, LostContact, forget_frames
 from pipe.distributed.groups import Groups
@@ -351,7 +352,7 @@ class DistributedTransport:
             report = self._bulletin.post(f"{where}: {type(error).__name__}: {error}")
         self._sending.clear()
         self._posted.clear()
-        forget_frames(error, os.path.dirname(__file__))
+        forget_frames(error, os.path.dirname(pipe.__file__))
         self.close()
         self._bulletin.linger()
         return PeerError(report) if lost else None
