@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -31,7 +32,7 @@ class Opening:
     plan: str = ""
     seed: int = 0
     seed_given: bool = False
-    model: str = ""
+    parameters: tuple[str, ...] = ()
     optimizer: tuple[str, ...] = ()
 
 
@@ -43,7 +44,7 @@ class Note:
         kind: the method called, with the arguments that all ranks must share.
         error: why this rank can't take part.
         inputs, targets: the number of samples of what it was given; None where it was given nothing.
-        cut_inputs, cut_targets: the number of microbatches, where it has the first or the last stage.
+        cut_inputs, cut_targets: the number of microbatches of what it was given.
         call: how many steps it has made.
         signatures: the first stage's rank's number for the shapes of each microbatch's input.
         environment: its own number for what else shapes its outputs (training flags, autocast and the like).
@@ -74,8 +75,8 @@ def check_openings(openings: Sequence[Opening]) -> None:
     _no_errors([opening.error for opening in openings], "could not build its pipeline")
     _same([opening.options for opening in openings], "option strings")
     _same([opening.plan for opening in openings], "plans")
-    _same([opening.model for opening in openings], "models")
-    _same([opening.optimizer for opening in openings], "optimizer groups")
+    _same_items([opening.parameters for opening in openings], "models")
+    _same_items([opening.optimizer for opening in openings], "optimizer settings")
     given = {rank: opening.seed for rank, opening in enumerate(openings) if opening.seed_given}
     if given and (len(given) < len(openings) or len(set(given.values())) > 1):
         raise DisagreementError(f"the ranks were given different seeds: {given}")
@@ -104,6 +105,9 @@ def check_notes(notes: Sequence[Note], first: int, last: int, *, targeted: bool)
         raise ValueError(f"{notes[0].kind} needs targets on the rank of the last stage (rank {last})")
     if targeted and inputs != targets:
         raise ValueError(f"the inputs make {inputs} microbatches and the targets {targets}")
+    counts = {rank: count for rank, n in enumerate(notes) for count in (n.cut_inputs, n.cut_targets) if count}
+    if len(set(counts.values())) > 1:
+        raise DisagreementError(f"the ranks were given different numbers of microbatches: {counts}")
     return inputs
 
 
@@ -129,3 +133,14 @@ def _same(values: Sequence[object], what: str) -> None:
     if any(value != values[0] for value in values):
         differing = "; ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
         raise DisagreementError(f"the ranks have different {what}: {differing}")
+
+
+def _same_items(lists: Sequence[Sequence[str]], what: str) -> None:
+    """Like `_same`, for long lists: tells the first item that differs."""
+    for rank, items in enumerate(lists):
+        pairs = zip_longest(lists[0], items, fillvalue="nothing")
+        differing = next(((ours, theirs) for ours, theirs in pairs if ours != theirs), None)
+        if differing:
+            raise DisagreementError(
+                f"the ranks have different {what}: {differing[0]} on rank 0, {differing[1]} on rank {rank}"
+            )

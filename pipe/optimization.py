@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -42,7 +42,9 @@ def build_optimizer(
             f"optimizer= must return a torch.optim.Optimizer, and returned {type(optimizer).__name__}"
         )
     names = {id(p): name for name, p in offered}
-    words = tuple(_words(group, names) for group in optimizer.param_groups)
+    words = tuple(
+        word for index, group in enumerate(optimizer.param_groups) for word in _words(index, group, names)
+    )
     for group in optimizer.param_groups:
         kept = [names[id(p)] in owned for p in group["params"]]
         for p, keep in zip(group["params"], kept, strict=True):
@@ -59,16 +61,18 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(one.expand(parameter.shape))
 
 
-def _words(group: dict[str, Any], names: dict[int, str]) -> str:
+def _words(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator[str]:
     strangers = [p for p in group["params"] if id(p) not in names]
     if strangers:
         raise PipelineError(
             f"optimizer= returned an optimizer over {len(strangers)} tensors that it was not given; "
             "it must use the (name, parameter) pairs it is called with"
         )
-    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    members = [names[id(p)] for p in group["params"]]
-    return f"{settings} over {len(members)} parameters ({digest(members)})"
+    for key, value in group.items():
+        if key == "params":
+            yield f"group {index} over {len(value)} parameters ({digest([names[id(p)] for p in value])})"
+        elif key != "param_names":
+            yield f"{key}={value} in group {index}"
 
 
 class Updates:

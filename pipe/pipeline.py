@@ -15,7 +15,7 @@ import partitioners
 import schedules
 from partitioners import DeviceMap
 from pipe import microbatch as cutting
-from pipe.agreement import LossInfo, Note, Opening, check_notes, check_openings, digest
+from pipe.agreement import LossInfo, Note, Opening, check_notes, check_openings
 from pipe.boundary import Parcel, Pytree, pack
 from pipe.call import Call
 from pipe.distributed.failure import LostContact
@@ -180,13 +180,12 @@ class Pipeline:
             device=devices[self._local[0]],
         )
         self._programs[resolved.chunks, True] = self._compile(self.plan)
-        shapes = digest([(name, tuple(p.shape), p.dtype) for name, p in named])
         return Opening(
             options=str(options),
             plan=self.plan.digest,
             seed=torch.initial_seed() if seed is None else seed,
             seed_given=seed is not None,
-            model=f"{len(model)} layers, {len(named)} trainable parameters ({shapes})",
+            parameters=tuple(f"{name} {p.dtype}{list(p.shape)}" for name, p in named),
             optimizer=groups,
         )
 
@@ -361,8 +360,8 @@ class Pipeline:
             kind,
             inputs=cut.input_samples,
             targets=cut.target_samples,
-            cut_inputs=None if inputs is None else len(inputs),
-            cut_targets=None if targets is None else len(targets),
+            cut_inputs=None if cut.inputs is None else len(cut.inputs),
+            cut_targets=None if cut.targets is None or predicts else len(cut.targets),
             call=self._calls,
             signatures=None if inputs is None else tuple(self._signatures.of(_signature(x)) for x in inputs),
             environment=self._signatures.of(self._environment()),

@@ -1,4 +1,4 @@
-"""What all tests share: one thread each, GPU tests that skip without a GPU, and a pool of worker processes."""
+"""What all tests share: one thread each, GPU tests that skip without one, and a pool of worker processes."""
 
 from __future__ import annotations
 

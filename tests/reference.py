@@ -41,11 +41,11 @@ class Trained:
 
 
 def adamw(named: Named) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-2)  # type: ignore[arg-type]
+    return torch.optim.AdamW(named, lr=1e-2)
 
 
 def momentum(named: Named) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=5e-2, momentum=0.9)  # type: ignore[arg-type]
+    return torch.optim.SGD(named, lr=5e-2, momentum=0.9)
 
 
 # ----------------------------------------------------------------- the two ways to train
@@ -87,9 +87,15 @@ def accumulate(
         value = loss(model(inputs), target)
         scaled = value * (weight / sum(weights))
         if scaled.requires_grad:
-            scaled.backward()
+            torch.autograd.backward(scaled)
         values.append(value.detach().double() * (weight / sum(weights)))
     return torch.stack(values).sum()
+
+
+def build(options: str, model: nn.Sequential | None = None, **settings: Any) -> Pipeline:
+    """A pipeline on the CPU with whatever else a test doesn't care about."""
+    defaults: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": momentum, "device": "cpu"}
+    return Pipeline(mlp() if model is None else model, options, **(defaults | settings))
 
 
 def pipelined(
@@ -102,9 +108,7 @@ def pipelined(
     **settings: Any,
 ) -> Trained:
     """The engine: in this process, or as this rank of a process group. The state is complete on rank 0."""
-    with Pipeline(
-        recipe.model(), options, loss=recipe.loss, optimizer=optimizer, device="cpu", **settings
-    ) as pipeline:
+    with build(options, recipe.model(), loss=recipe.loss, optimizer=optimizer, **settings) as pipeline:
         losses = [pipeline.step(*recipe.data(rows, number)) for number in range(steps)]
         return Trained(pipeline.state_dict(full=True), losses)
 
@@ -228,7 +232,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         parts = self.qkv(self.first(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        seen = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
         residual: Tensor = x + self.feed(self.second(x))
         return residual
@@ -241,7 +245,7 @@ def transformer() -> nn.Sequential:
 
 
 def inplace_first() -> nn.Sequential:
-    """A layer that writes to its input stands first, and every other layer is one: many a stage begins with it."""
+    """The first layer writes to its input, and so does every other: many a stage begins so."""
     torch.manual_seed(0)
     pairs = [layer for _ in range(4) for layer in (nn.ReLU(inplace=True), nn.Linear(17, 17))]
     return nn.Sequential(*pairs, nn.ReLU(inplace=True), nn.Linear(17, 5))

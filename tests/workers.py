@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from pipe.distributed import groups
 
@@ -56,7 +57,7 @@ class Workers:
         self._size = size
         self._pool: list[_Worker] = []
         self._numbers = itertools.count()
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def run(self, fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 60.0) -> list[T]:
         """`fn(*args)` on each of the first `ranks` workers, in a process group of their own; results by rank.
@@ -93,7 +94,7 @@ class Workers:
 
     def _start(self) -> None:
         if self._store is None:
-            self._store = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False)
+            self._store = TCPStore(HOST, 0, None, True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         for _ in range(self._size):
             ours, theirs = context.Pipe()
@@ -131,7 +132,7 @@ def _serve(connection: Connection, port: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.TCPStore(HOST, port, is_master=False)
+    store = TCPStore(HOST, port, is_master=False)
     while True:
         try:
             data = connection.recv_bytes()
@@ -142,7 +143,7 @@ def _serve(connection: Connection, port: int) -> None:
         gc.collect()
 
 
-def _outcome(data: bytes, store: dist.Store) -> _Outcome:
+def _outcome(data: bytes, store: Store) -> _Outcome:
     try:
         job: _Job = pickle.loads(data)
         torch.manual_seed(0)
@@ -155,11 +156,11 @@ def _outcome(data: bytes, store: dist.Store) -> _Outcome:
             dist.destroy_process_group()
 
 
-def _enter_world(job: _Job, store: dist.Store) -> None:
-    # The engine counts pipelines per process, and the pool's processes haven't all had the same jobs.
-    groups._serial = itertools.count()
+def _enter_world(job: _Job, store: Store) -> None:
+    # A job that failed may have built a pipeline on some ranks only: every job counts from the start.
+    groups._serials.clear()
     world = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.ranks}
     os.environ.update({name: str(value) for name, value in world.items()})
     if job.ranks > 1:
-        own = dist.PrefixStore(f"job/{job.number}", store)
+        own = PrefixStore(f"job/{job.number}", store)
         dist.init_process_group("gloo", store=own, rank=job.rank, world_size=job.ranks)

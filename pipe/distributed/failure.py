@@ -1,59 +1,111 @@
-"""How a failing rank tells the others, and how they find out why a connection broke."""
+"""How a failing rank tells the others, and how they find out who is to blame for a broken connection."""
 
 import time
 import types
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-_REPORT, _HEARD = "failure", "heard"
-# A failing rank writes its report before it hangs up, so it is there when others look; this allows for a
-# slow store.
-_LOOK_S = 2.0
-# How long a rank waits for the others to have heard: an elastic agent kills all .1 s after the first one
-# ends.
+T = TypeVar("T")
+
+# Ranks that lost contact hear from each other in milliseconds: each wakes its neighbours as it hangs up.
+_VERDICT_S = 2.0
+# How long a rank waits for the others to have heard: an elastic agent kills all .1 s after the first end.
 _LINGER_S = 5.0
+_POLL_S = 0.02
+_ANYONE = -1
 
 
 class LostContact(Exception):
-    """A transfer failed under us; who is to blame is in the store."""
+    """A transfer failed under us.
+
+    Args:
+        peer: the rank at its other end; None where it may be any.
+        silent: whether the time ran out, and the connection didn't break.
+    """
+
+    def __init__(self, message: str, peer: int | None, silent: bool) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.silent = silent
 
 
 class Bulletin:
-    """The board in the store on which the first failure of a pipeline is written, once."""
+    """The board in the store where the ranks of a pipeline write why it ended; the first report stands.
 
-    def __init__(self, store: Store, size: int) -> None:
+    A rank that fails posts a report before it hangs up. One that loses contact posts whom it waited for: if
+    no report turns up, those whom others waited for and who posted nothing themselves are to blame.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         self._store = store
+        self._rank = rank
         self._size = size
+        self._timeout = timeout
 
     def post(self, report: str) -> str:
         """Writes a report, unless there is one; returns the one that stands."""
-        try:
-            return str(self._store.compare_set(_REPORT, "", report), "utf-8")
-        except RuntimeError:  # the store's host is gone
-            return report
+        return self._try(lambda: str(self._store.compare_set("report", "", report), "utf-8"), report)
 
-    def read(self) -> str | None:
-        """The report that stands, waiting a little for one that is being written."""
-        end = time.monotonic() + _LOOK_S
-        try:
-            while not self._store.check([_REPORT]):
-                if time.monotonic() > end:
-                    return None
-                time.sleep(0.02)
-            return str(self._store.get(_REPORT), "utf-8")
-        except RuntimeError:
-            return None
+    def miss(self, lost: LostContact) -> None:
+        """Writes that this rank lost contact."""
+        peer = _ANYONE if lost.peer is None else lost.peer
+        self._try(lambda: self._store.set(f"lost/{self._rank}", f"{peer} {int(lost.silent)}"), None)
+
+    def verdict(self) -> str:
+        """The report that stands, or is agreed on now."""
+        end = time.monotonic() + _VERDICT_S
+        while True:
+            report = self._try(lambda: self._read("report") or "", "the rank that hosts the store ended")
+            if report:
+                return report
+            lost = self._try(self._lost, {})
+            missing = [rank for rank in range(self._size) if rank not in lost]
+            if len(missing) <= 1 or time.monotonic() > end:
+                return self.post(self._blame(lost, missing))
+            time.sleep(_POLL_S)
 
     def linger(self) -> None:
         """Says that this rank has heard, and waits a while for the others to say so."""
         end = time.monotonic() + _LINGER_S
+        heard = self._try(lambda: self._store.add("heard", 1), self._size)
+        while time.monotonic() < end:
+            if heard + self._try(lambda: self._store.add("blamed", 0), 0) >= self._size:
+                return
+            time.sleep(_POLL_S)
+            heard = self._try(lambda: self._store.add("heard", 0), self._size)
+
+    def _blame(self, lost: dict[int, tuple[int, bool]], missing: list[int]) -> str:
+        waited_for = {peer for peer, _ in lost.values()}
+        blamed = [rank for rank in missing if rank in waited_for or _ANYONE in waited_for]
+        if not blamed:
+            return f"ranks {sorted(lost)} lost contact with each other, and none of them failed"
+        if self._try(lambda: self._store.add("verdicts", 1), 0) == 1:
+            self._try(lambda: self._store.add("blamed", len(blamed)), 0)
+        who = f"rank {blamed[0]}" if len(blamed) == 1 else f"ranks {', '.join(map(str, blamed))}"
+        if all(silent for _, silent in lost.values()):
+            return f"{who} gave no sign of life for {self._timeout:g} s (timeout={self._timeout:g})"
+        return f"{who} ended without a word: killed?"
+
+    def _lost(self) -> dict[int, tuple[int, bool]]:
+        found = {}
+        for rank in range(self._size):
+            text = self._read(f"lost/{rank}")
+            if text is not None:
+                peer, silent = text.split()
+                found[rank] = int(peer), silent == "1"
+        return found
+
+    def _read(self, key: str) -> str | None:
+        return str(self._store.get(key), "utf-8") if self._store.check([key]) else None
+
+    def _try(self, act: Callable[[], T], otherwise: T) -> T:
+        """The store's host may be the very rank that ended."""
         try:
-            heard = self._store.add(_HEARD, 1)
-            while heard < self._size and time.monotonic() < end:
-                time.sleep(0.02)
-                heard = self._store.add(_HEARD, 0)
+            return act()
         except RuntimeError:
-            pass
+            return otherwise
 
 
 def forget_frames(error: BaseException | None, folder: str) -> None:

@@ -55,6 +55,7 @@ class Groups:
     """
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device, timeout: float) -> None:
+        self.timeout = timeout
         self._timeout = timedelta(seconds=timeout)
         self._on_cpu = device.type == "cpu"
         if not self._on_cpu:

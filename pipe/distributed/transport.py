@@ -58,7 +58,7 @@ class DistributedTransport:
         self.rank = groups.rank
         self._groups: Groups | None = groups
         self._device = device
-        self._bulletin = Bulletin(groups.store, groups.size)
+        self._bulletin = Bulletin(groups.store, groups.rank, groups.size, groups.timeout)
         self._size = groups.size
         self._shapes: dict[tuple[int, int, int], _Shape] = {}  # by edge and the call's shape number
         self._absent: dict[tuple[int, int, int], tuple[bool, ...]] = {}  # gradients that are None, as learnt
@@ -236,7 +236,9 @@ class DistributedTransport:
 
     def _lost(self, peer: int | None, error: Exception) -> LostContact:
         who = "the other ranks" if peer is None else f"rank {peer}"
-        return LostContact(f"rank {self.rank} lost contact with {who}: {error}")
+        return LostContact(
+            f"lost contact with {who}: {error}", peer, silent="timed out" in str(error).lower()
+        )
 
     # ------------------------------------------------------------- control plane
 
@@ -346,16 +348,17 @@ class DistributedTransport:
         if self._groups is None:
             return None
         lost = isinstance(error, LostContact)
-        if lost:
-            report = self._bulletin.read() or self._bulletin.post(f"{error}; it left no word: was it killed?")
+        if isinstance(error, LostContact):
+            self._bulletin.miss(error)
         else:
-            report = self._bulletin.post(f"{where}: {type(error).__name__}: {error}")
+            self._bulletin.post(f"{where}: {type(error).__name__}: {error}")
         self._sending.clear()
         self._posted.clear()
         forget_frames(error, os.path.dirname(pipe.__file__))
         self.close()
+        report = self._bulletin.verdict() if lost else ""
         self._bulletin.linger()
-        return PeerError(report) if lost else None
+        return PeerError(f"{report} (noticed by {where})") if lost else None
 
     def close(self) -> None:
         groups, self._groups = self._groups, None

@@ -15,6 +15,7 @@ from reference import (
     adamw,
     assert_equal,
     assert_same,
+    build,
     cut,
     mlp,
     momentum,
@@ -29,11 +30,6 @@ from workers import Workers
 from pipe import Pipeline
 
 IGNORED = -100
-
-
-def build(options: str = "ranks=3 chunks=4", model: nn.Sequential | None = None, **settings: Any) -> Pipeline:
-    settings = {"loss": functional.cross_entropy, "optimizer": momentum, "device": "cpu"} | settings
-    return Pipeline(mlp() if model is None else model, options, **settings)
 
 
 def gradients(pipeline: Pipeline) -> dict[str, Tensor]:
@@ -66,7 +62,12 @@ def tagger() -> nn.Sequential:
     """Scores of 5 classes for each of 17 places."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(17, 17), nn.ReLU(), nn.Linear(17, 17), nn.ReLU(), nn.Linear(17, 85), nn.Unflatten(1, (5, 17))
+        nn.Linear(17, 17),
+        nn.ReLU(),
+        nn.Linear(17, 17),
+        nn.ReLU(),
+        nn.Linear(17, 85),
+        nn.Unflatten(1, (5, 17)),
     )
 
 
@@ -80,7 +81,7 @@ def tokens_that_count(target: Tensor) -> Tensor:
 def test_gradients_do_not_depend_on_chunks() -> None:
     inputs, targets = vectors(17, 0)
     model = mlp()
-    functional.cross_entropy(model(inputs), targets).backward()
+    torch.autograd.backward(functional.cross_entropy(model(inputs), targets))
     whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for chunks in (1, 2, 3, 5, 8, 17):
         with build(f"ranks=3 chunks={chunks}") as pipeline:
@@ -148,7 +149,7 @@ def test_calls_of_different_weights_equal_one_call() -> None:
 
     model = tagger()
     whole = functional.cross_entropy(model(inputs), targets)
-    whole.backward()
+    torch.autograd.backward(whole)
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     with tag(8) as one, tag(2) as many:
         assert_equal(one.step(inputs, targets), whole.detach(), "the loss", bitwise=False)
@@ -175,7 +176,7 @@ def test_accumulation_between_processes(workers: Workers) -> None:
 def test_step_returns_the_mean_of_its_own_call() -> None:
     inputs, targets = vectors(20, 0)
     model = mlp()
-    with build() as pipeline:
+    with build("ranks=3 chunks=4") as pipeline:
         for start, stop in ((0, 3), (3, 20)):
             loss = pipeline.step(inputs[start:stop], targets[start:stop], update=False)
             plainly = functional.cross_entropy(model(inputs[start:stop]), targets[start:stop])
@@ -184,7 +185,7 @@ def test_step_returns_the_mean_of_its_own_call() -> None:
 
 
 def test_one_call_has_no_factor_more() -> None:
-    """A rescaling by W / W would be exact; one by a weight that is off would not. Powers of two hide it: 17 rows."""
+    """With 17 rows, of which the shares are no round numbers, a factor more would show in the bits."""
     assert_same(pipelined(MLP, "ranks=2 chunks=3"), plain(MLP, 3))
 
 
@@ -228,7 +229,12 @@ def test_a_masked_call_changes_nothing_in_accumulation(place: int) -> None:
 
 
 def masked_between_processes() -> list[float]:
-    batch = [masked_targets(0, 0), masked_targets(17, 4, step=1), masked_targets(0, 0), masked_targets(3, 2, step=2)]
+    batch = [
+        masked_targets(0, 0),
+        masked_targets(17, 4, step=1),
+        masked_targets(0, 0),
+        masked_targets(3, 2, step=2),
+    ]
     with build("ranks=3", tagger(), weight=tokens_that_count, clip=0.5) as pipeline:
         losses = [pipeline.step(microbatches=batch).item() for _ in range(3)]
         # The same shapes with a gradient where there was none before, and the other way round.
@@ -259,7 +265,10 @@ def test_a_call_without_weight_updates_nothing_and_warns() -> None:
     "weight", [lambda target: -1, lambda target: float("nan"), lambda target: float("inf")]
 )
 def test_what_is_no_weight(weight: Callable[[Tensor], float]) -> None:
-    with build(weight=weight) as pipeline, pytest.raises(ValueError, match="weight= gave .* microbatch 0"):
+    with (
+        build("ranks=3 chunks=4", weight=weight) as pipeline,
+        pytest.raises(ValueError, match=r"weight= gave .* microbatch 0"),
+    ):
         pipeline.step(*vectors(8, 0))
 
 
@@ -361,7 +370,7 @@ def test_targets_that_do_not_match_are_refused_on_every_rank(workers: Workers) -
     ],
 )
 def test_what_is_no_batch(batch: Batch, message: str) -> None:
-    with build() as pipeline, pytest.raises(ValueError, match=message):
+    with build("ranks=3 chunks=4") as pipeline, pytest.raises(ValueError, match=message):
         pipeline.step(*batch)
 
 
@@ -373,7 +382,7 @@ def test_what_is_no_batch(batch: Batch, message: str) -> None:
     ],
 )
 def test_what_are_no_microbatches(settings: dict[str, Any], message: str) -> None:
-    with build() as pipeline, pytest.raises(ValueError, match=message):
+    with build("ranks=3 chunks=4") as pipeline, pytest.raises(ValueError, match=message):
         pipeline.step(**settings)
 
 
@@ -387,5 +396,8 @@ def test_what_are_no_microbatches(settings: dict[str, Any], message: str) -> Non
     ],
 )
 def test_what_is_no_loss(loss: Callable[[Tensor, Tensor], Any], message: str) -> None:
-    with build(loss=loss) as pipeline, pytest.raises((ValueError, RuntimeError), match=message):
+    with (
+        build("ranks=3 chunks=4", loss=loss) as pipeline,
+        pytest.raises((ValueError, RuntimeError), match=message),
+    ):
         pipeline.step(*vectors(8, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ import schedules
 
 # A schedule is tested by being in the table. (A CSV file is somebody's plan: see test_calls.)
 SCHEDULES = [name for name in schedules.names() if name != "csv"]
-CHUNKS = {
+CHUNKS: dict[str, Callable[[int], int]] = {
     "1": lambda ranks: 1,
     "P-1": lambda ranks: max(1, ranks - 1),
     "P": lambda ranks: ranks,
@@ -78,7 +79,9 @@ def test_in_one_process(
     optimizer: OptimizerFactory,
     clip: float | None,
 ) -> None:
-    row = dict(zip(FACTORS, (schedule, ranks, chunks, recipe, rows, checkpoint, optimizer, clip), strict=True))
+    row = dict(
+        zip(FACTORS, (schedule, ranks, chunks, recipe, rows, checkpoint, optimizer, clip), strict=True)
+    )
     assert_same(train(row), expected(row))
 
 
@@ -123,7 +126,9 @@ MAPS = [
 @pytest.mark.parametrize("checkpoint", FACTORS["checkpoint"])
 @pytest.mark.parametrize("device_map", MAPS)
 def test_cuts_and_placements(device_map: str, checkpoint: str) -> None:
-    found = pipelined(MLP, f"chunks=5 schedule=gpipe checkpoint={checkpoint} device_map={device_map}", clip=0.1)
+    found = pipelined(
+        MLP, f"chunks=5 schedule=gpipe checkpoint={checkpoint} device_map={device_map}", clip=0.1
+    )
     assert_same(found, plain(MLP, 5, clip=0.1))
 
 

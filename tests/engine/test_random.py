@@ -1,4 +1,4 @@
-"""Do random draws and running statistics belong to the layer, whatever the partition, schedule and recomputation?"""
+"""Do draws and running statistics belong to the layer, whatever partition, schedule and recomputation?"""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from reference import (
     DROPOUT,
     Recipe,
     Trained,
-    adamw,
     assert_same,
-    momentum,
+    build,
     pipelined,
     plain,
     vectors,
 )
 from torch import Tensor, nn
-from torch.nn import functional
 from workers import Workers
 
 import schedules
-from pipe import Pipeline
 
 SCHEDULES = [name for name in schedules.names() if name != "csv"]
 CHECKPOINTS = ["never", "except_last", "always"]
@@ -71,7 +68,7 @@ def test_another_seed_draws_other_numbers() -> None:
 
 
 def test_the_seed_is_by_default_that_of_the_process() -> None:
-    """`dropout()` seeds torch with 0, and so does whoever writes `torch.manual_seed(0)` above a training script."""
+    """`dropout()` seeds torch with 0, as many a training script does in its first line."""
     torch.manual_seed(0)
     assert_same(pipelined(DROPOUT, "ranks=3 chunks=4"), pipelined(DROPOUT, "ranks=1 chunks=4", seed=0))
 
@@ -93,9 +90,7 @@ def recorded(options: str, steps: int = 3) -> list[list[float]]:
     torch.manual_seed(0)
     recorders = [Recorder() for _ in range(3)]
     model = nn.Sequential(recorders[0], nn.Linear(17, 17), recorders[1], nn.Linear(17, 5), recorders[2])
-    with Pipeline(
-        model, options, loss=functional.cross_entropy, optimizer=adamw, seed=3, device="cpu"
-    ) as pipeline:
+    with build(options, model, seed=3) as pipeline:
         for number in range(steps):
             pipeline.step(*vectors(8, number), update=number != 1)
     return [recorder.draws for recorder in recorders]
@@ -143,9 +138,7 @@ def test_the_callers_stream_is_untouched(checkpoint: str) -> None:
     flawed = Flawed()
     model.append(flawed)
     options = f"ranks=2 chunks=4 checkpoint={checkpoint}"
-    with Pipeline(
-        model, options, loss=functional.cross_entropy, optimizer=momentum, seed=7, device="cpu"
-    ) as pipeline:
+    with build(options, model, seed=7) as pipeline:
         torch.manual_seed(99)
         before = torch.get_rng_state()
         pipeline.step(*vectors(8, 0))
@@ -158,9 +151,7 @@ def test_the_callers_stream_is_untouched(checkpoint: str) -> None:
 
 
 def keeps_the_stream() -> bool:
-    with Pipeline(
-        DROPOUT.model(), "chunks=4", loss=functional.cross_entropy, optimizer=adamw, device="cpu"
-    ) as pipeline:
+    with build("chunks=4", DROPOUT.model()) as pipeline:
         before = torch.get_rng_state()
         pipeline.step(*vectors(8, 0))
         return torch.equal(torch.get_rng_state(), before)
@@ -197,6 +188,9 @@ def test_running_statistics_are_updated_once_between_processes(workers: Workers)
 class Counting(nn.Module):
     """Keeps statistics of its own, in one of the ways in which people write to buffers."""
 
+    count: Tensor
+    average: Tensor | None
+
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
@@ -206,8 +200,9 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mean = x.detach().mean(0)
         if self.how == "in place":
+            assert self.average is not None
             self.count += 1
-            self.average.mul_(0.9).add_(mean, alpha=0.1)  # type: ignore[operator, union-attr]
+            self.average.mul_(0.9).add_(mean, alpha=0.1)
         else:
             self.count = self.count + 1
             self.average = mean if self.average is None else self.average * 0.9 + mean * 0.1

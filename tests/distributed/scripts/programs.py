@@ -268,3 +268,253 @@ def fault(place: str, how: str = "error", options: str = "chunks=4 ranks=4", gua
             trained.step(*batch(step))
         if place == "evaluate":
             trained.evaluate(*batch(0))
+
+
+# ------------------------------------------------------------------- ranks that disagree
+
+
+def _built(odd: str, **keywords: Any) -> Callable[[bool], Pipeline]:
+    return lambda is_odd: pipeline(odd if is_odd else "chunks=4 ranks=4", **keywords)
+
+
+def _groups_by(rate: float) -> Callable[[Any], torch.optim.Optimizer]:
+    return functools.partial(torch.optim.SGD, lr=rate)
+
+
+def _two_groups(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": list(named)[:3]}, {"params": list(named)[3:], "lr": 0.2}], lr=0.01)
+
+
+# Each builds a pipeline, given whether this rank is the one that does it differently.
+BUILDS: dict[str, Callable[[bool], Pipeline]] = {
+    "chunks": _built("chunks=5 ranks=4"),
+    "schedule": _built("chunks=4 ranks=4 schedule=gpipe"),
+    "checkpoint": _built("chunks=4 ranks=4 checkpoint=always"),
+    "timeout": _built("chunks=4 ranks=4 timeout=77"),
+    "mistake": _built("chunk=4 ranks=4"),
+    "map": _built("chunks=4 device_map=0:0-1,1:1-2,2:2-3,3:3-8"),
+    "clip": lambda odd: pipeline(clip=1.0 if odd else None),
+    "ranks=3 everywhere": lambda odd: pipeline("chunks=4 ranks=3"),
+    "ranks=3": _built("chunks=4 ranks=3"),
+    "depth": lambda odd: pipeline(of=model(layers=9 if odd else 8)),
+    "width": lambda odd: pipeline(of=nn.Sequential(*model()[:-1], nn.Linear(WIDTH, 5 if odd else WIDTH))),
+    "frozen": lambda odd: pipeline(of=model().requires_grad_(not odd)),
+    "dtype": lambda odd: pipeline(of=model().to(torch.float64 if odd else torch.float32)),
+    "not sequential": lambda odd: pipeline(of=nn.Linear(2, 2) if odd else model()),  # type: ignore[arg-type]
+    "learning rate": lambda odd: pipeline(optimizer=_groups_by(0.1 if odd else 0.2)),
+    "groups": lambda odd: pipeline(optimizer=_two_groups if odd else adamw),
+    "no optimizer": lambda odd: pipeline(optimizer=None if odd else adamw),
+    "seed": lambda odd: pipeline(seed=2 if odd else 1),
+    "seed on one": lambda odd: pipeline(seed=1 if odd else None),
+}
+
+
+def build_apart(cases: list[tuple[str, int]]) -> Any:
+    """In each case one rank builds another pipeline; afterwards all build the same one, which has to work."""
+    errors = [caught(lambda c=case, o=odd: BUILDS[c](o == RANK)) for case, odd in cases]
+    with pipeline() as good:
+        return {"errors": errors, "losses": steps(good, 2)}
+
+
+def _pairs(count: int) -> list[tuple[Tensor, Tensor]]:
+    return [batch(step, 2) for step in range(count)]
+
+
+# Each makes a call, given whether this rank is the one that does it differently.
+CALLS: dict[str, Callable[[Pipeline, bool], object]] = {
+    "evaluate": lambda p, odd: p.evaluate(*batch(0)) if odd else p.step(*batch(0)),
+    "predict": lambda p, odd: p.predict(batch(0)[0]) if odd else p.step(*batch(0)),
+    "to": lambda p, odd: p.predict(batch(0)[0], to="last" if odd else "all"),
+    "update": lambda p, odd: p.step(*batch(0), update=odd),
+    "samples": lambda p, odd: p.step(*batch(0, 6 if odd else 8)),
+    "few samples": lambda p, odd: p.step(*batch(0, 2 if odd else 8)),
+    "no samples": lambda p, odd: p.step(*batch(0, 0 if odd else 8)),
+    "targets": lambda p, odd: p.step(batch(0)[0], batch(0)[1][: 7 if odd else 8]),
+    "targets everywhere": lambda p, odd: p.step(batch(0)[0], batch(0)[1][:7]),
+    "microbatches": lambda p, odd: p.step(microbatches=_pairs(3 if odd else 4)),
+    "microbatches on one": lambda p, odd: (
+        p.step(microbatches=_pairs(5)) if odd else p.step(*batch(0))
+    ),
+    "nothing": lambda p, odd: p.step() if odd else p.step(*batch(0)),
+    "both": lambda p, odd: p.step(*batch(0), microbatches=_pairs(4)) if odd else p.step(*batch(0)),
+    "requires grad": lambda p, odd: p.step(batch(0)[0].requires_grad_(odd), batch(0)[1]),
+    "no tensors": lambda p, odd: p.step("text", "text") if odd else p.step(*batch(0)),
+}
+
+
+def call_apart(cases: list[tuple[str, int]]) -> Any:
+    """In each case one rank makes another call, all on one pipeline; afterwards it has to work as if nothing had been."""
+    with pipeline() as same:
+        losses = steps(same, 1)
+        errors = [caught(lambda c=case, o=odd: CALLS[c](same, o == RANK)) for case, odd in cases]
+        losses += steps(same, 2, start=1)
+        return {"errors": errors, "losses": losses, "parameters": parameters(same)}
+
+
+def full_state_apart() -> Any:
+    """One rank asks for the full state, the others step."""
+    with pipeline("chunks=4 ranks=4 timeout=4") as same:
+        steps(same, 1)
+        return caught(lambda: same.state_dict(full=True) if RANK == 2 else same.step(*batch(1)))
+
+
+def other_shapes() -> Any:
+    """One rank's inputs are of another width; only the first stage's rank uses its own."""
+    with pipeline() as same:
+        inputs, targets = batch(0)
+        error = caught(lambda: same.step(inputs[:, :5] if RANK == 0 else inputs, targets))
+        return {"error": error}
+
+
+def leave_early(how: str, guarded: bool = True) -> Any:
+    """Rank 2 makes fewer steps than the others: it closes its pipeline, ends its script, or lets it go."""
+    trained = pipeline("chunks=4 ranks=4 timeout=5")
+    with trained if guarded else contextlib.nullcontext():
+        steps(trained, 1)
+        if RANK == FAULTY_RANK:
+            (folder() / "raised").write_text(str(time.monotonic()))
+            if how == "return":
+                return None
+            if how == "close":
+                trained.close()
+                time.sleep(3)
+                return None
+        return caught(lambda: steps(trained, 2))
+
+
+def one_without_pipeline() -> Any:
+    """Rank 2 never builds its pipeline."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if RANK == 2:
+        time.sleep(8)
+        return None
+    return caught(lambda: pipeline("chunks=4 ranks=4 timeout=3"))
+
+
+def steps_apart() -> Any:
+    """Rank 1 has made one step fewer: an evaluation comes where the others step."""
+    with pipeline() as same:
+        steps(same, 1)
+        return caught(lambda: [same.evaluate(*batch(0)) if RANK == 1 else same.step(*batch(1))])
+
+
+def silent(place: str, timeout: int = 2, rank: int = FAULTY_RANK) -> Any:
+    """One rank sleeps for longer than `timeout`, in its forward, its backward or between two calls."""
+    global FAULTY_RANK
+    FAULTY_RANK = rank
+    of = model()
+
+    def run() -> None:
+        if place in ("forward", "backward"):
+            of[2 * rank].append(Faulty(place, "sleep"))
+        trained = pipeline(f"chunks=4 ranks=4 timeout={timeout}", of)
+        steps(trained, 1)
+        if place == "between" and rank == RANK:
+            boom("sleep")
+        steps(trained, 2)
+
+    return caught(run)
+
+
+# -------------------------------------------------------------------- pipelines together
+
+
+def one_after_the_other() -> Any:
+    """Two pipelines, the second after the first was closed."""
+    found = []
+    for seed in range(2):
+        with pipeline(of=model(seed)) as trained:
+            steps(trained, 2)
+            found.append(parameters(trained))
+    return found
+
+
+def side_by_side() -> Any:
+    """Two pipelines of the same ranks, their calls in turn."""
+    with pipeline(of=model(0)) as one, pipeline("chunks=3 ranks=4 schedule=gpipe", model(1)) as two:
+        for step in range(2):
+            one.step(*batch(step))
+            two.step(*batch(step))
+        return [parameters(one), parameters(two)]
+
+
+def closed() -> Any:
+    """Closes twice, then uses what is closed."""
+    trained = pipeline()
+    steps(trained, 1)
+    trained.close()
+    trained.close()
+    calls: list[Callable[[], object]] = [
+        lambda: trained.step(*batch(0)),
+        lambda: trained.evaluate(*batch(0)),
+        lambda: trained.predict(batch(0)[0]),
+        lambda: trained.state_dict(full=True),
+    ]
+    return [caught(call) for call in calls]
+
+
+def after_a_failure() -> Any:
+    """A call fails on rank 2; what the pipeline then says, and whether a new one works in the same processes."""
+    of = model()
+    of[FAULTY_LAYER].append(Faulty("forward", "error"))
+    trained = pipeline(of=of)
+    first = caught(lambda: steps(trained, 2))
+    again = caught(lambda: steps(trained, 1))
+    trained.close()
+    with pipeline() as fresh:
+        return {"first": first, "again": again, "losses": steps(fresh, 2)}
+
+
+def one_survives() -> Any:
+    """Of two pipelines side by side one fails; the other goes on."""
+    of = model()
+    of[FAULTY_LAYER].append(Faulty("forward", "error"))
+    with pipeline() as good:
+        bad = pipeline(of=of)
+        steps(good, 1)
+        error = caught(lambda: steps(bad, 2))
+        return {"error": error, "losses": steps(good, 1, start=1), "parameters": parameters(good)}
+
+
+# ----------------------------------------------------------------------------------- meshes
+
+
+def on_mesh(names: list[str], sizes: list[int], options: str = "chunks=4 ranks=2") -> Any:
+    """Trains a pipeline along `pp` of a mesh; every other coordinate has its own data."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
+    other = next(name for name in names if name != "pp")
+    number = mesh[other].get_local_rank()
+    with pipeline(options, mesh=mesh) as trained:
+        losses = steps(trained, 3, start=100 * number)
+        return {"number": number, "rank": trained.rank, "losses": losses, "parameters": parameters(trained)}
+
+
+def mesh_error(names: list[str], sizes: list[int]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
+    return caught(lambda: pipeline("chunks=4 ranks=2", mesh=mesh))
+
+
+def alone(start: int, options: str = "chunks=4 ranks=2") -> Any:
+    """What one of the pipelines of `on_mesh` computes, in one process."""
+    with pipeline(options) as trained:
+        return {"losses": steps(trained, 3, start=start), "parameters": parameters(trained)}
+
+
+def own_group() -> Any:
+    """The script has made the process group itself, and uses it afterwards."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    with pipeline() as trained:
+        steps(trained, 1)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return float(total)
