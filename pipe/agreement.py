@@ -94,7 +94,7 @@ def check_notes(notes: Sequence[Note], first: int, last: int, *, targeted: bool)
         DisagreementError: the ranks call different things.
         ValueError: inputs and targets don't match, or are missing.
     """
-    _same([note.kind for note in notes], "calls")
+    check_kinds(notes)
     _no_errors([note.error for note in notes], f"can't take part in {notes[0].kind}")
     _same([note.call for note in notes], "numbers of steps made so far")
     _same_samples(notes, first, last)
@@ -109,6 +109,15 @@ def check_notes(notes: Sequence[Note], first: int, last: int, *, targeted: bool)
     if len(set(counts.values())) > 1:
         raise DisagreementError(f"the ranks were given different numbers of microbatches: {counts}")
     return inputs
+
+
+def check_kinds(notes: Sequence[Note]) -> None:
+    """Raises unless all ranks make the same call.
+
+    Raises:
+        DisagreementError: they don't.
+    """
+    _same([note.kind for note in notes], "calls")
 
 
 def _same_samples(notes: Sequence[Note], first: int, last: int) -> None:

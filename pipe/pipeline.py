@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ import partitioners
 import schedules
 from partitioners import DeviceMap
 from pipe import microbatch as cutting
-from pipe.agreement import LossInfo, Note, Opening, check_notes, check_openings
+from pipe.agreement import LossInfo, Note, Opening, check_kinds, check_notes, check_openings
 from pipe.boundary import Parcel, Pytree, pack
 from pipe.call import Call
 from pipe.distributed.failure import LostContact
@@ -31,6 +31,7 @@ from pipe.stage import Loss, Stage
 from pipe.transport import BATCH, InProcess, Key, Lane, Transport
 from schedules import ACTIVATION, GRADIENT, Plan, Schedule
 
+T = TypeVar("T")
 Pairs: TypeAlias = Sequence[tuple[Any, Any]]
 
 # Shape numbers are remembered for this many different shapes; then all ranks forget them together.
@@ -296,8 +297,7 @@ class Pipeline:
         predicts: bool = False,
     ) -> tuple[Call, list[Run]]:
         """Cuts the batch, makes sure that all ranks mean the same call, and lays out its runs."""
-        if self._closed is not None:
-            raise PipelineError(f"this pipeline is closed{self._closed}")
+        self._check_open()
         failure: Exception | None = None
         cut = cutting.Cut()
         try:
@@ -305,10 +305,7 @@ class Pipeline:
             note = self._note(kind, cut, trains, predicts)
         except Exception as error:
             failure, note = error, Note(kind, error=_words(error))
-        try:
-            notes = self._transport.all_gather([note])
-        except LostContact as error:
-            self._fail(error)
+        notes = self._all_gather(note)
         if failure is not None:
             raise failure
         first, last = (0, 0) if self._rank is None else (self._first, self._last)
@@ -384,9 +381,19 @@ class Pipeline:
                 plan = schedules.build(self._resolved.schedule, plan.placement, microbatches)
             if not trains:
                 plan = schedules.forward_only(plan)
-            check_openings([Opening(plan=digest) for digest in self._transport.all_gather([plan.digest])])
+            check_openings([Opening(plan=digest) for digest in self._all_gather(plan.digest)])
             programs = self._programs[microbatches, trains] = self._compile(plan)
         return programs
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise PipelineError(f"this pipeline is closed{self._closed}")
+
+    def _all_gather(self, item: T) -> list[T]:
+        try:
+            return self._transport.all_gather([item])
+        except LostContact as error:
+            self._fail(error)
 
     def _owns(self, rank: int) -> bool:
         return self._rank is None or self._rank == rank
@@ -456,7 +463,14 @@ class Pipeline:
         """
         own = {index: stage.module.state_dict() for index, stage in self.stages.items()}
         if full:
-            parts = self._transport.gather([pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), own)])
+            self._check_open()
+            check_kinds(self._all_gather(Note("state_dict(full=True)")))
+            try:
+                parts = self._transport.gather(
+                    [pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), own)]
+                )
+            except LostContact as error:
+                self._fail(error)
             own = {index: state for part in parts or [] for index, state in part.items()}
         return {name: value for index in sorted(own) for name, value in own[index].items()}
 

@@ -1,8 +1,10 @@
 """How a failing rank tells the others, and how they find out who is to blame for a broken connection."""
 
+import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -60,11 +62,19 @@ class Bulletin:
             report = self._try(lambda: self._read("report") or "", "the rank that hosts the store ended")
             if report:
                 return report
-            lost = self._try(self._lost, {})
+            lost: dict[int, tuple[int, bool]] = self._try(self._lost, {})
             missing = [rank for rank in range(self._size) if rank not in lost]
-            if len(missing) <= 1 or time.monotonic() > end:
-                return self.post(self._blame(lost, missing))
+            left: dict[int, str] = self._try(partial(self._words, "left", missing), {})
+            unexplained = len(missing) - len(left)
+            if not unexplained or (unexplained == 1 and not left) or time.monotonic() > end:
+                return self.post(self._blame(lost, missing, left))
             time.sleep(_POLL_S)
+
+    def leave(self) -> None:
+        """Writes that this rank is gone, and why: others may still wait for it."""
+        error = getattr(sys, "last_value", None)  # set where an exception is ending the interpreter
+        word = "closed its pipeline" if error is None else f"ended with {type(error).__name__}: {error}"
+        self._try(lambda: self._store.set(f"left/{self._rank}", word), None)
 
     def linger(self) -> None:
         """Says that this rank has heard, and waits a while for the others to say so."""
@@ -76,13 +86,15 @@ class Bulletin:
             time.sleep(_POLL_S)
             heard = self._try(lambda: self._store.add("heard", 0), self._size)
 
-    def _blame(self, lost: dict[int, tuple[int, bool]], missing: list[int]) -> str:
+    def _blame(self, lost: dict[int, tuple[int, bool]], missing: list[int], left: dict[int, str]) -> str:
         waited_for = {peer for peer, _ in lost.values()}
         blamed = [rank for rank in missing if rank in waited_for or _ANYONE in waited_for]
         if not blamed:
             return f"ranks {sorted(lost)} lost contact with each other, and none of them failed"
         if self._try(lambda: self._store.add("verdicts", 1), 0) == 1:
             self._try(lambda: self._store.add("blamed", len(blamed)), 0)
+        if left:
+            return "; ".join(f"rank {rank} {word}" for rank, word in left.items())
         who = f"rank {blamed[0]}" if len(blamed) == 1 else f"ranks {', '.join(map(str, blamed))}"
         if all(silent for _, silent in lost.values()):
             return f"{who} gave no sign of life for {self._timeout:g} s (timeout={self._timeout:g})"
@@ -90,12 +102,14 @@ class Bulletin:
 
     def _lost(self) -> dict[int, tuple[int, bool]]:
         found = {}
-        for rank in range(self._size):
-            text = self._read(f"lost/{rank}")
-            if text is not None:
-                peer, silent = text.split()
-                found[rank] = int(peer), silent == "1"
+        for rank, text in self._words("lost", range(self._size)).items():
+            peer, silent = text.split()
+            found[rank] = int(peer), silent == "1"
         return found
+
+    def _words(self, kind: str, ranks: Iterable[int]) -> dict[int, str]:
+        texts = {rank: self._read(f"{kind}/{rank}") for rank in ranks}
+        return {rank: text for rank, text in texts.items() if text is not None}
 
     def _read(self, key: str) -> str | None:
         return str(self._store.get(key), "utf-8") if self._store.check([key]) else None

@@ -2,11 +2,12 @@
 
 import atexit
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipe.agreement import digest
+from pipe.errors import PeerError
 from pipe.transport import Lane
 
 # The pipelines over some ranks are numbered alike on all of them, since all construct them in the same order.
@@ -69,7 +71,14 @@ class Groups:
         scope = f"pipe/{digest(members)}/{next(_serials[tuple(members)])}"
         self.store = PrefixStore(scope, dist.distributed_c10d._get_default_store())
         everyone = range(self.size)
-        self.control = self._gloo("control", everyone)
+        self.store.set(f"here/{self.rank}", "")
+        try:
+            self.control = self._gloo("control", everyone)
+        except RuntimeError as error:
+            away = [rank for rank in everyone if not self.store.check([f"here/{rank}"])]
+            raise PeerError(
+                f"ranks {away} built no pipeline within {timeout:g} s (timeout={timeout:g})"
+            ) from error
         # On CPUs one gloo group serves everything: each group costs threads, which spin.
         self.data = self.control if self._on_cpu else self._nccl("data", everyone)
         self._lanes: dict[Lane, tuple[Any, int, int]] = {}
@@ -119,6 +128,27 @@ class Groups:
         options._timeout = self._timeout
         store = PrefixStore(name, self.store)
         return dist.ProcessGroupNCCL(store, members.index(self.rank), len(members), options)
+
+
+class Closing(Protocol):
+    """What can be closed."""
+
+    def close(self) -> None: ...
+
+
+_open: "weakref.WeakSet[Closing]" = weakref.WeakSet()
+
+
+def close_at_exit(transport: Closing) -> None:
+    """Lets a script end without closing its pipelines: they hang up in order."""
+    if not _open:
+        atexit.register(_close_all)
+    _open.add(transport)
+
+
+def _close_all() -> None:
+    for transport in list(_open):
+        transport.close()
 
 
 def _leave_world() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 import pipe
 from pipe.boundary import Layout, Meta, Parcel, Pytree, pack, unpack
 from pipe.distributed.failure import Bulletin, LostContact, forget_frames
-from pipe.distributed.groups import Groups
+from pipe.distributed.groups import Groups, close_at_exit
 from pipe.errors import PeerError, PipelineError
 from pipe.transport import Key, Lane
 from schedules import ACTIVATION, edge_of
@@ -68,6 +68,7 @@ class DistributedTransport:
         ] = {}  # what a call's programs still receive, by lane
         self._posted: dict[Lane, deque[Parcel]] = {}  # of these, what is posted and not asked for yet
         _calm_gloo()
+        close_at_exit(self)
 
     def open(self, lanes: Sequence[Lane]) -> None:
         """Connects every pair once, in the same order on all ranks."""
@@ -355,12 +356,17 @@ class DistributedTransport:
         self._sending.clear()
         self._posted.clear()
         forget_frames(error, os.path.dirname(pipe.__file__))
-        self.close()
+        self._hang_up()
         report = self._bulletin.verdict() if lost else ""
         self._bulletin.linger()
         return PeerError(f"{report} (noticed by {where})") if lost else None
 
     def close(self) -> None:
+        if self._groups is not None:
+            self._bulletin.leave()
+            self._hang_up()
+
+    def _hang_up(self) -> None:
         groups, self._groups = self._groups, None
         if groups is not None:
             groups.close()
