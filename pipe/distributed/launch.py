@@ -50,8 +50,13 @@ def launch(fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 300.0)
     )
     # As torchrun does: ranks that each take all cores are slower than ranks that share them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    results: dict[int, T] = elastic_launch(config, record(fn))(*args)
+    results: dict[int, T] = elastic_launch(config, _recorded)(fn, *args)
     return [results[rank] for rank in range(ranks)]
+
+
+def _recorded(fn: Callable[..., T], *args: Any) -> T | None:
+    """Runs in the child: what it raises is written down for the launcher to show."""
+    return record(fn)(*args)
 
 
 def _in_notebook() -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 
-def main(argv: list[str]) -> None:
-    """Runs a program as the rank that the environment says, and writes down what it returns."""
+def main(argv: list[str]) -> Any:
+    """Runs a program as the rank that the environment says; writes down what it returns, and returns it."""
     folder, rank = Path(os.environ["PIPE_TEST_JOB"]), os.environ.get("RANK", "0")
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
@@ -21,6 +21,7 @@ def main(argv: list[str]) -> None:
 
     value = getattr(programs, argv[0])(**json.loads(argv[1]))
     (folder / f"{rank}.json").write_text(json.dumps(value))
+    return value
 
 
 def serve() -> list[str] | None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 SCRIPTS = Path(__file__).parent
 ROOT = SCRIPTS.parents[2]
 _MAIN = str(SCRIPTS / "main.py")
+PYTHON = sys.executable
 # Processes that a test starts carry this variable, so that those it leaves behind can be found.
 TAG = "PIPE_TEST_JOB"
 
@@ -72,7 +73,11 @@ class Outcome:
     def __str__(self) -> str:
         lines = [f"launcher: {self.code}, left behind: {self.left}", self.said[-3000:]]
         for number, rank in enumerate(self.ranks):
-            lines += [f"--- rank {number}: exit code {rank.code}, value {rank.value}", rank.out[-500:], rank.err[-3000:]]
+            lines += [
+                f"--- rank {number}: exit code {rank.code}, value {rank.value}",
+                rank.out[-500:],
+                rank.err[-3000:],
+            ]
         return "\n".join(lines)
 
 
@@ -104,7 +109,12 @@ class Job:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def outcome(
-        self, ends: Mapping[int, tuple[int | None, float]], *, code: int = 0, said: str = "", left: Iterable[int] = ()
+        self,
+        ends: Mapping[int, tuple[int | None, float]],
+        *,
+        code: int = 0,
+        said: str = "",
+        left: Iterable[int] = (),
     ) -> Outcome:
         now = time.monotonic()
         ranks = []

@@ -20,8 +20,10 @@ from pipe import Pipeline
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 WIDTH, BATCH, LAYERS = 6, 8, 8
-# Every staged failure happens on rank 2 of 4, in its first layer.
+# Staged failures happen on rank 2 of 4, in its first layer, in the second step.
 FAULTY_RANK, FAULTY_LAYER, FAULTY_MICROBATCH = 2, 4, 1
+# What only the last stage has fails on its rank.
+LAST, ON_LAST = 3, ("loss", "weight", "split")
 
 torch.set_num_threads(1)
 
@@ -43,9 +45,7 @@ def batch(step: int, samples: int = BATCH) -> tuple[Tensor, Tensor]:
 adamw = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
-def pipeline(
-    options: str = "chunks=4 ranks=4", of: nn.Sequential | None = None, **keywords: Any
-) -> Pipeline:
+def pipeline(options: str = "chunks=4 ranks=4", of: nn.Sequential | None = None, **keywords: Any) -> Pipeline:
     settings = {"loss": nn.functional.mse_loss, "optimizer": adamw} | keywords
     return Pipeline(model() if of is None else of, options, **settings)
 
@@ -83,13 +83,25 @@ def caught(what: Callable[[], object]) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------ plain training
 
 
-def train(options: str = "chunks=4 ranks=4", count: int = 3, late: int | None = None, late_by: float = 0.0) -> Any:
+def train(
+    options: str = "chunks=4 ranks=4", count: int = 3, late: int | None = None, late_by: float = 0.0
+) -> Any:
     """Trains; rank `late` starts later than the others."""
     if RANK == late:
         time.sleep(late_by)
     with pipeline(options) as trained:
         losses = steps(trained, count)
-        return {"losses": losses, "loss": float(trained.evaluate(*batch(0))), "parameters": parameters(trained)}
+        return {
+            "losses": losses,
+            "loss": float(trained.evaluate(*batch(0))),
+            "parameters": parameters(trained),
+        }
+
+
+def one_pipeline(count: int) -> str | None:
+    with pipeline() as trained:
+        steps(trained, count)
+        return parameters(trained)
 
 
 def forget_close(options: str = "chunks=4 ranks=4") -> None:
@@ -120,8 +132,7 @@ def train_on(options: str = "chunks=4 ranks=4") -> None:
 
 def boom(how: str) -> None:
     """Fails, and notes down when."""
-    if RANK == FAULTY_RANK:
-        (folder() / "raised").write_text(str(time.monotonic()))
+    (folder() / "raised").write_text(str(time.monotonic()))
     if how == "error":
         raise RuntimeError("boom: that went wrong")
     if how == "key":
@@ -195,79 +206,72 @@ class _CountBackward(torch.autograd.Function):
 
 
 class Countdown:
-    """Fails at its `n`th call, on this rank only."""
+    """Passes its arguments on to `then`, and fails at the `n`th call on one rank."""
 
-    def __init__(self, n: int, how: str, rank: int) -> None:
-        self.left, self.how, self.rank = n, how, rank
+    def __init__(self, n: int, how: str, rank: int, then: Callable[..., Any] = lambda *_: None) -> None:
+        self.left, self.how, self.rank, self.then = n, how, rank, then
 
-    def __call__(self) -> None:
+    def __call__(self, *arguments: Any) -> Any:
         self.left -= 1
         if self.left == 0 and self.rank == RANK:
             boom(self.how)
+        return self.then(*arguments)
+
+
+class FailingStep(torch.optim.SGD):
+    """An optimizer whose step fails on one rank."""
+
+    how = "error"
+
+    def step(self, closure: Any = None) -> Any:
+        if RANK == FAULTY_RANK:
+            boom(self.how)
+        return super().step(closure)
+
+
+def staged(place: str, how: str) -> tuple[nn.Sequential, dict[str, Any]]:
+    """A model and keywords of a pipeline that will fail."""
+    of = model()
+    at = functools.partial(Countdown, how=how, rank=LAST if place in ON_LAST else FAULTY_RANK)
+    faulty = of[FAULTY_LAYER]
+    assert isinstance(faulty, nn.Sequential)
+    if place in ("forward", "backward"):
+        faulty.append(Faulty(place, how))
+    if place == "forward_hook":
+        faulty.register_forward_hook(at(6))
+    if place == "forward_pre_hook":
+        faulty.register_forward_pre_hook(at(6))
+    if place == "backward_hook":
+        faulty.register_full_backward_hook(at(6))
+    if place == "parameter_hook":
+        next(faulty.parameters()).register_hook(at(6))
+    FailingStep.how = how
+    keywords: dict[str, dict[str, Any]] = {
+        "loss": {"loss": at(6, then=nn.functional.mse_loss)},
+        "weight": {"weight": at(5, then=len)},
+        "split": {"split": at(3, then=torch.tensor_split)},
+        "optimizer": {"optimizer": at(1, then=adamw)},
+        "optimizer_step": {"optimizer": functools.partial(FailingStep, lr=0.1)},
+    }
+    return of, keywords.get(place, {})
 
 
 def fault(place: str, how: str = "error", options: str = "chunks=4 ranks=4", guarded: bool = True) -> None:
-    """Trains, and fails in some place of rank 2, or of rank 3 for a place that only the last stage has."""
-    global FAULTY_RANK
-    of, keywords = model(), {}
-    if place in ("forward", "backward"):
-        of[FAULTY_LAYER].append(Faulty(place, how))
-    if place in ("forward_hook", "forward_pre_hook"):
-        hook = Countdown(6, how, FAULTY_RANK)
-        if place == "forward_hook":
-            of[FAULTY_LAYER].register_forward_hook(lambda *_: hook())
-        else:
-            of[FAULTY_LAYER].register_forward_pre_hook(lambda *_: hook())
-    if place == "backward_hook":
-        hook = Countdown(6, how, FAULTY_RANK)
-        of[FAULTY_LAYER].register_full_backward_hook(lambda *_: hook())
-    if place == "parameter_hook":
-        hook = Countdown(6, how, FAULTY_RANK)
-        of[FAULTY_LAYER][0].weight.register_hook(lambda _: hook())
-    if place in ("loss", "weight", "split"):
-        FAULTY_RANK = 3
-        count = Countdown({"loss": 6, "weight": 2, "split": 3}[place], how, FAULTY_RANK)
-
-        def failing_loss(output: Tensor, target: Tensor) -> Tensor:
-            count()
-            return nn.functional.mse_loss(output, target)
-
-        def failing_weight(target: Tensor) -> int:
-            count()
-            return len(target)
-
-        def failing_split(whole: Tensor, microbatches: int) -> Any:
-            count()
-            return whole.tensor_split(microbatches)
-
-        keywords[place] = {"loss": failing_loss, "weight": failing_weight, "split": failing_split}[place]
-    if place == "optimizer":
-
-        def failing_factory(named: Any) -> torch.optim.Optimizer:
-            if RANK == FAULTY_RANK:
-                boom(how)
-            return adamw(named)
-
-        keywords["optimizer"] = failing_factory
-    if place == "optimizer_step":
-
-        class Failing(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                if RANK == FAULTY_RANK:
-                    boom(how)
-                return super().step(closure)
-
-        keywords["optimizer"] = functools.partial(Failing, lr=0.1)
-    if place == "model" and RANK == FAULTY_RANK:  # before there is a pipeline
-        boom(how)
+    """Trains, and fails in some place; rank 2 is the one, or the last, where the place is the last stage's."""
+    of, keywords = staged(place, how)
     trained = pipeline(options, of, **keywords)
     with trained if guarded else contextlib.nullcontext():
         for step in range(3):
             if place == "between" and step == 1 and RANK == FAULTY_RANK:
                 boom(how)
             trained.step(*batch(step))
-        if place == "evaluate":
-            trained.evaluate(*batch(0))
+
+
+def faults(places: list[str]) -> Any:
+    """One failure after the other, each in a new pipeline of the same processes; at last one that works."""
+    errors = [caught(lambda p=place: fault(p)) for place in places]
+    with pipeline() as fresh:
+        return {"errors": errors, "losses": steps(fresh, 2)}
 
 
 # ------------------------------------------------------------------- ranks that disagree
@@ -332,9 +336,7 @@ CALLS: dict[str, Callable[[Pipeline, bool], object]] = {
     "targets": lambda p, odd: p.step(batch(0)[0], batch(0)[1][: 7 if odd else 8]),
     "targets everywhere": lambda p, odd: p.step(batch(0)[0], batch(0)[1][:7]),
     "microbatches": lambda p, odd: p.step(microbatches=_pairs(3 if odd else 4)),
-    "microbatches on one": lambda p, odd: (
-        p.step(microbatches=_pairs(5)) if odd else p.step(*batch(0))
-    ),
+    "microbatches on one": lambda p, odd: p.step(microbatches=_pairs(5)) if odd else p.step(*batch(0)),
     "nothing": lambda p, odd: p.step() if odd else p.step(*batch(0)),
     "both": lambda p, odd: p.step(*batch(0), microbatches=_pairs(4)) if odd else p.step(*batch(0)),
     "requires grad": lambda p, odd: p.step(batch(0)[0].requires_grad_(odd), batch(0)[1]),
