@@ -1,34 +1,14 @@
 """Runs programs: one loop over a rank's actions, in which the ranks of one process take turns."""
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import schedules
 from pipe.boundary import Parcel
 from pipe.call import Call
 from pipe.errors import PipelineError, with_note
-from pipe.stage import Keep, Stage
-from pipe.transport import BATCH, Key, Lane, Transport
-from schedules import ACTIVATION, GRADIENT, OPS, Action, B, F, Plan
-
-_FORWARD, _BACKWARD, _SEND, _RECEIVE = range(4)
-_NOTHING = Key("nothing", -1, -1, -1)
-_NOWHERE = Lane(-1, -1, "nothing")
-
-
-class Step(NamedTuple):
-    """An action with everything looked up that does not change from call to call."""
-
-    kind: int
-    action: Action
-    stage: Stage
-    microbatch: int
-    takes: Key  # what it finds in the mailbox
-    gives: Key  # what it puts there
-    lane: Lane
-    keep: Keep
-    own: Callable[[Parcel], Parcel] | None  # makes a forward's input the stage's own
+from pipe.program import NOTHING, Kind, Step
+from pipe.stage import Keep
+from pipe.transport import Key, Transport
+from schedules import Action, F
 
 
 class Run:
@@ -53,72 +33,6 @@ class Run:
         )
 
 
-def compile_program(plan: Plan, rank: int, stages: Mapping[int, Stage], checkpoint: str) -> list[Step]:
-    """A rank's program with its stages, messages and channels looked up.
-
-    Raises:
-        PipelineError: an action that the engine can't run.
-    """
-    actions = list(plan.programs[rank])
-    return [_compile(plan, rank, stages, actions, position, checkpoint) for position in range(len(actions))]
-
-
-def _compile(
-    plan: Plan,
-    rank: int,
-    stages: Mapping[int, Stage],
-    actions: Sequence[Action],
-    position: int,
-    checkpoint: str,
-) -> Step:
-    action = actions[position]
-    index, op, microbatch, peer = action
-    stage = stages.get(index)
-    if stage is None:
-        raise PipelineError(f"rank {rank} can't run {action}: it doesn't own stage {index}")
-    carried = OPS[op].carries
-    if carried is not None:
-        sender, receiver = schedules.route(op, index, peer)
-        key = Key(carried, sender, receiver, microbatch)
-        lane = Lane(plan.placement[sender], plan.placement[receiver], carried)
-        kind, takes, gives = (_SEND, key, _NOTHING) if OPS[op].sends else (_RECEIVE, _NOTHING, key)
-        return Step(kind, action, stage, microbatch, takes, gives, lane, Keep.NOTHING, None)
-    before, behind = _neighbour(ACTIVATION, F, index, plan), _neighbour(GRADIENT, B, index, plan)
-    if op == F:
-        takes = Key(ACTIVATION, BATCH if before is None else before, index, microbatch)
-        gives = _NOTHING if behind is None else Key(ACTIVATION, index, behind, microbatch)
-        own = stage.admit if before is None else Parcel.delivered if plan.placement[before] == rank else None
-        keep = _keep(actions, position, checkpoint)
-        return Step(_FORWARD, action, stage, microbatch, takes, gives, _NOWHERE, keep, own)
-    if op == B:
-        takes = _NOTHING if behind is None else Key(GRADIENT, behind, index, microbatch)
-        gives = _NOTHING if before is None else Key(GRADIENT, index, before, microbatch)
-        return Step(_BACKWARD, action, stage, microbatch, takes, gives, _NOWHERE, Keep.NOTHING, None)
-    raise PipelineError(f"the engine can't run {action}: it has no split backward yet")
-
-
-def _neighbour(value: str, op: str, stage: int, plan: Plan) -> int | None:
-    """The stage that a stage takes a value from; None at the ends of the chain."""
-    sources = [need.source for need in schedules.needs(op, stage, plan.edges) if need.value == value]
-    if len(sources) > 1:
-        raise PipelineError(
-            f"stage {stage} takes {value}s of stages {sources}, but an nn.Sequential is a chain"
-        )
-    return sources[0] if sources else None
-
-
-def _keep(actions: Sequence[Action], position: int, checkpoint: str) -> Keep:
-    """What the forward at a position must keep, by the activation checkpointing that was asked for."""
-    if checkpoint == "never":
-        return Keep.GRAPH
-    if checkpoint == "except_last":
-        forward = actions[position]
-        following = next((a for a in islice(actions, position + 1, None) if a.op in (F, B)), None)
-        if following is not None and following[:3] == (forward.stage, B, forward.microbatch):
-            return Keep.GRAPH
-    return Keep.INPUT
-
-
 def execute(runs: Sequence[Run], transport: Transport, call: Call) -> None:
     """Runs every rank of this process to the end of its program.
 
@@ -132,7 +46,7 @@ def execute(runs: Sequence[Run], transport: Transport, call: Call) -> None:
         (step.lane, step.gives, call.keys[step.microbatch])
         for run in runs
         for step in run.program
-        if step.kind == _RECEIVE
+        if step.kind == Kind.RECEIVE
     )
     waiting = list(runs)
     while waiting:
@@ -141,24 +55,32 @@ def execute(runs: Sequence[Run], transport: Transport, call: Call) -> None:
             start, position, program, mailbox = run.position, run.position, run.program, run.mailbox
             try:
                 while position < len(program):
-                    kind, _, stage, microbatch, takes, gives, lane, keep, own = program[position]
-                    if kind == _FORWARD:
+                    kind, _, stage, microbatch, takes, gives, lane, keep, split, own = program[position]
+                    if kind == Kind.FORWARD:
                         parcel = _take(mailbox, takes)
                         if not call.trains or not call.weights[microbatch]:
                             keep = Keep.NOTHING
-                        output = stage.forward(microbatch, parcel if own is None else own(parcel), call, keep)
+                        if own is not None:
+                            parcel = own(parcel)
+                        output = stage.forward(microbatch, parcel, call, keep, split=split)
                         if output is not None:
                             mailbox[gives] = output
                         if call.trains:
                             run.live += 1
                             run.peak_live = max(run.peak_live, run.live)
-                    elif kind == _BACKWARD:
-                        given = None if takes is _NOTHING else _take(mailbox, takes)
-                        gradients = stage.backward(microbatch, given, call)
-                        run.live -= 1
-                        if gives is not _NOTHING:
+                    elif kind == Kind.BACKWARD or kind == Kind.BACKWARD_INPUT:
+                        given = None if takes is NOTHING else _take(mailbox, takes)
+                        if kind == Kind.BACKWARD:
+                            gradients = stage.backward(microbatch, given, call)
+                            run.live -= 1
+                        else:
+                            gradients = stage.backward_input(microbatch, given, call)
+                        if gives is not NOTHING:
                             mailbox[gives] = gradients
-                    elif kind == _SEND:
+                    elif kind == Kind.BACKWARD_WEIGHT:
+                        stage.backward_weight(microbatch)
+                        run.live -= 1
+                    elif kind == Kind.SEND:
                         if not transport.send(lane, takes, _look(mailbox, takes), call.keys[microbatch]):
                             break
                         del mailbox[takes]
@@ -202,8 +124,9 @@ def _check_clean(run: Run) -> None:
     if run.mailbox:
         raise PipelineError(f"left over at the end of the call on rank {run.rank}: {next(iter(run.mailbox))}")
     for stage in {step.stage.index: step.stage for step in run.program}.values():
-        if stage.saved:
-            forward = Action(stage.index, F, next(iter(stage.saved)))
-            raise PipelineError(
-                f"left over at the end of the call on rank {run.rank}: {forward} without its backward"
-            )
+        for saved, undone in ((stage.saved, "its backward"), (stage.deferred, "its weight gradient")):
+            if saved:
+                forward = Action(stage.index, F, next(iter(saved)))
+                raise PipelineError(
+                    f"left over at the end of the call on rank {run.rank}: {forward} without {undone}"
+                )

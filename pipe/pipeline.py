@@ -22,10 +22,11 @@ from pipe.distributed.failure import LostContact
 from pipe.distributed.groups import Groups, default_device, world_size
 from pipe.distributed.transport import DistributedTransport
 from pipe.errors import PipelineError
-from pipe.executor import Run, Step, compile_program, execute
+from pipe.executor import Run, execute
 from pipe.microbatch import Split, Weight
 from pipe.optimization import Named, OptimizerFactory, Updates, build_optimizer, trainable
 from pipe.options import Options, merge
+from pipe.program import Step, compile_program
 from pipe.randomness import generators, layer_seeds, preserved
 from pipe.stage import Loss, Stage
 from pipe.transport import BATCH, InProcess, Key, Lane, Transport
@@ -427,6 +428,7 @@ class Pipeline:
         """Ends a call that failed. In one process the next may succeed; between processes all is over."""
         for stage in self.stages.values():
             stage.saved.clear()
+            stage.deferred.clear()
         if runs:
             self._updates.discard()
         for run in runs:

@@ -1,8 +1,10 @@
 """One stage at work: its layers forward and backward, and the activations it keeps in between."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -11,6 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pipe.boundary import ONE_TENSOR, Parcel, Pytree, pack, twin_of, unpack
 from pipe.call import Call
+from pipe.deferral import Deferral, Deferred, add_weight_gradients
+from pipe.errors import PipelineError
 from pipe.randomness import generators
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
@@ -84,6 +88,9 @@ class Stage:
         self.layers = list(module._modules.values())  # `children()` leaves out a layer that stands twice
         self.layer_range = range(first_layer, first_layer + len(self.layers))
         self.saved: dict[int, Saved] = {}
+        self.deferred: dict[int, Deferred] = {}
+        self.whole_backwards = 0  # I that left nothing for W, though there were weights
+        self._deferral = Deferral(module)
         self._wants: dict[int, tuple[bool, ...]] = {}  # by `Call.keys`: which outputs want a gradient
         self._generators = generators(device)
         self._anchor = torch.empty(0, requires_grad=True)
@@ -109,12 +116,15 @@ class Stage:
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, microbatch: int, parcel: Parcel, call: Call, keep: Keep) -> Parcel | None:
+    def forward(
+        self, microbatch: int, parcel: Parcel, call: Call, keep: Keep, *, split: bool = False
+    ) -> Parcel | None:
         """Runs the layers on one microbatch.
 
         Args:
             parcel: the stage's input, which is the stage's own: layers may write to it.
             keep: what the backward will need.
+            split: whether it will be split in two, I and W.
 
         Returns:
             What the next stage gets; None from the last stage, whose loss or prediction goes into the call.
@@ -131,7 +141,10 @@ class Stage:
             )  # the layers may write to their input, and the backward needs it again
             versions = self._buffer_versions()
         value = self._enter(source, caught) if graph else source.value()
-        with _AS_IT_IS if graph == call.trains else torch.set_grad_enabled(graph):
+        with (
+            self._deferral.active() if split and graph else _AS_IT_IS,
+            _AS_IT_IS if graph == call.trains else torch.set_grad_enabled(graph),
+        ):
             if call.seeds is None:
                 for layer in self.layers:
                     value = layer(value)
@@ -207,11 +220,40 @@ class Stage:
         Returns:
             The gradients of the inputs that want one, None where the stage made no use of an input.
         """
-        saved = self.saved.pop(microbatch)
-        if saved.recompute is not None:
-            with self._buffers_kept():
-                self.forward(microbatch, saved.recompute, call, Keep.GRAPH)
-            saved = self.saved.pop(microbatch)
+        saved = self._restored(microbatch, call, split=False)
+        self._run_backward(microbatch, saved, parcel, call)
+        return Parcel(saved.gradients)
+
+    def backward_input(self, microbatch: int, parcel: Parcel | None, call: Call) -> Parcel:
+        """I: as `backward`, but leaves to `backward_weight` what no other rank waits for."""
+        saved = self._restored(microbatch, call, split=True)
+        deferred = self._deferral.backward(partial(self._run_backward, microbatch, saved, parcel, call))
+        if saved.roots and not deferred.uses:
+            self._count_whole_backward()
+        self.deferred[microbatch] = deferred
+        return Parcel(saved.gradients)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: adds the weight gradients that `backward_input` has left."""
+        deferred = self.deferred.pop(microbatch, None)
+        if deferred is None:
+            raise PipelineError(f"there is no I of microbatch {microbatch} on stage {self.index} to finish")
+        add_weight_gradients(deferred)
+
+    def _restored(self, microbatch: int, call: Call, *, split: bool) -> Saved:
+        """What the forward saved; under activation checkpointing, after running it again."""
+        saved = self.saved.pop(microbatch, None)
+        if saved is None:
+            raise PipelineError(
+                f"there is no F of microbatch {microbatch} on stage {self.index} to go back through"
+            )
+        if saved.recompute is None:
+            return saved
+        with self._buffers_kept():
+            self.forward(microbatch, saved.recompute, call, Keep.GRAPH, split=split)
+        return self.saved.pop(microbatch)
+
+    def _run_backward(self, microbatch: int, saved: Saved, parcel: Parcel | None, call: Call) -> None:
         roots: list[Tensor] = saved.roots
         if parcel is None:
             gradients: list[Tensor] = [call.factor(microbatch, loss) for loss in roots]
@@ -220,7 +262,14 @@ class Stage:
             roots, gradients = [r for r, _ in pairs], [g for _, g in pairs]
         if roots:
             torch.autograd.backward(roots, gradients)
-        return Parcel(saved.gradients)
+
+    def _count_whole_backward(self) -> None:
+        if not self.whole_backwards and any(p.requires_grad for p in self._parameters):
+            warnings.warn(
+                f"no layer of stage {self.index} can be split: its I does the whole backward, its W nothing",
+                stacklevel=2,
+            )
+        self.whole_backwards += 1
 
     # ----------------------------------------------- buffers, under recomputation
 

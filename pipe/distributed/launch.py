@@ -2,6 +2,7 @@
 
 import os
 import sys
+import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ def launch(fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 300.0)
     if method == "fork":
         _check_fork()
     config = LaunchConfig(
+        run_id=uuid.uuid4().hex,
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
