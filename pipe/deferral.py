@@ -97,7 +97,7 @@ class Deferral:
 
 
 class _Catch(torch.autograd.Function):
-    """Behind a split layer: keeps its input, and puts it down beside its output's gradient when that comes."""
+    """Behind a split layer: keeps its input, and puts it down beside its output's gradient."""
 
     @staticmethod
     def forward(

@@ -420,21 +420,28 @@ def test_the_callers_batch_stays_as_it_is(ranks: int, checkpoint: str) -> None:
 def test_a_sender_keeps_what_it_needs(workers: Workers) -> None:
     """Tanh's backward needs its output, to which the next stage may write though plain training may not."""
     for ranks in MAPS:
-        between = workers.run(write_to_outputs, ranks, ranks)[0]
-        for found in (write_to_outputs(ranks), between):
+        between = workers.run(write_to_outputs, ranks, MAPS_BEHIND_TANH[ranks])[0]
+        for found in (write_to_outputs(MAPS_BEHIND_TANH[ranks]), between):
             assert_same(found, plain(Recipe("not in place", outputs_left_alone, vectors), 4, steps=3))
+
+
+def test_a_sender_keeps_what_it_needs_from_a_stage_on_its_own_rank() -> None:
+    found = write_to_outputs("0:0-2,0:2-6 schedule=gpipe")
+    assert_same(found, plain(Recipe("not in place", outputs_left_alone, vectors), 4, steps=3))
 
 
 def outputs_left_alone() -> nn.Sequential:
     return model(nn.Tanh(), nn.ReLU(), nn.Identity(), nn.Tanh())
 
 
-def write_to_outputs(ranks: int) -> Trained:
+MAPS_BEHIND_TANH = {2: "0:0-2,1:2-6", 3: "0:0-1,1:1-2,2:2-6"}
+
+
+def write_to_outputs(device_map: str) -> Trained:
     recipe = Recipe(
         "in place", lambda: model(nn.Tanh(), nn.ReLU(inplace=True), nn.Identity(), nn.Tanh()), vectors
     )
-    maps = {2: "0:0-2,1:2-6", 3: "0:0-1,1:1-2,2:2-6"}
-    return pipelined(recipe, f"chunks=4 device_map={maps[ranks]}", steps=3)
+    return pipelined(recipe, f"chunks=4 device_map={device_map}", steps=3)
 
 
 # ------------------------------------------------------------------------ sharing across ranks

@@ -325,6 +325,21 @@ def test_an_unused_parameter_is_left_alone(checkpoint: str) -> None:
     assert not untouched & {"0.positive.weight", "1.weight", "3.weight"}
 
 
+def test_a_parameter_used_before_is_left_alone_too() -> None:
+    """The last update's gradient is gone, not zero: zero would let weight decay at it."""
+    torch.manual_seed(0)
+    with build("ranks=2 chunks=2", nn.Sequential(Choice(), nn.Linear(17, 5)), optimizer=decaying) as pipeline:
+        inputs, targets = vectors(4, 0)
+        inputs[:, 0] = 1.0
+        pipeline.step(inputs, targets)
+        before = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        inputs[:, 0] = -1.0
+        pipeline.step(inputs, targets)
+        after = pipeline.state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(after[name], value)}
+    assert changed == {f"{layer}.{kind}" for layer in ("0.negative", "1") for kind in ("weight", "bias")}
+
+
 # ---------------------------------------------------------------------------- what doesn't fit
 
 

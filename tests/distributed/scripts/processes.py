@@ -1,12 +1,12 @@
 """Runs a program of `programs.py` on several processes, and tells how each of them ended.
 
-    fork      plain processes with RANK, WORLD_SIZE and so on, forked off one that has torch imported: a second each
-    spawn     the same from scratch
+    fork      plain processes with RANK, WORLD_SIZE and so on, forked off one that has torch imported: a
+    second each spawn     the same from scratch
     torchrun  under `torchrun --standalone`
     launch    under `pipe.launch`, from a script
 
-Every process writes to a folder of its own job: `<rank>.pid`, `<rank>.err`, `<rank>.out`, and `<rank>.json` with
-what the program returned. `raised` holds the time of the failure that the program stages.
+Every process writes to a folder of its own job: `<rank>.pid`, `<rank>.err`, `<rank>.out`, and `<rank>.json`
+with what the program returned. `raised` holds the time of the failure that the program stages.
 """
 
 import atexit
@@ -134,7 +134,7 @@ _OURS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 
 def fork(program: str, *, ranks: int = 4, limit: float = 30.0, **arguments: Any) -> Outcome:
-    """Plain processes, forked off a template; `ranks=0` is one process without any rank. Hung ones count as left."""
+    """Plain processes, forked off a template; `ranks=0` is one process without a rank. `left`: those that hung."""
     job = Job(program, max(ranks, 1), arguments)
     port = free_port()
     environments = [job.of_rank(rank, port) if ranks else {TAG: str(job.folder)} for rank in range(job.ranks)]
@@ -294,7 +294,12 @@ class _Template:
             text=True,
             bufsize=1,
         )
-        atexit.register(self._process.terminate)
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # it reads on until here
+        self._process.wait()
 
     def run(
         self, job: Job, environments: list[dict[str, str]], limit: float

@@ -23,6 +23,8 @@ WIDTH, BATCH, LAYERS = 6, 8, 8
 # Staged failures happen on rank 2 of 4, in its first layer, in the second step.
 FAULTY_RANK, FAULTY_LAYER, FAULTY_MICROBATCH = 2, 4, 1
 # What only the last stage has fails on its rank.
+# Of a silent rank, in seconds.
+SLEEP = 7.0
 LAST, ON_LAST = 3, ("loss", "weight", "split")
 
 torch.set_num_threads(1)
@@ -76,7 +78,8 @@ def caught(what: Callable[[], object]) -> dict[str, Any] | None:
     except BaseException as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        return {"type": kinds[0], "kinds": kinds, "text": text, "seconds": time.monotonic() - start}
+        end = time.monotonic()
+        return {"type": kinds[0], "kinds": kinds, "text": text, "seconds": end - start, "at": end}
     return None
 
 
@@ -158,7 +161,8 @@ def boom(how: str) -> None:
     if how == "memory":
         raise MemoryError("boom: out of memory")
     if how == "sleep":
-        time.sleep(20)
+        time.sleep(SLEEP)
+        return
     raise AssertionError(how)
 
 
@@ -257,7 +261,7 @@ def staged(place: str, how: str) -> tuple[nn.Sequential, dict[str, Any]]:
 
 
 def fault(place: str, how: str = "error", options: str = "chunks=4 ranks=4", guarded: bool = True) -> None:
-    """Trains, and fails in some place; rank 2 is the one, or the last, where the place is the last stage's."""
+    """Trains, and fails in some place: on rank 2, or on the last, where the place is the last stage's."""
     of, keywords = staged(place, how)
     trained = pipeline(options, of, **keywords)
     with trained if guarded else contextlib.nullcontext():
@@ -289,6 +293,12 @@ def _two_groups(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": list(named)[:3]}, {"params": list(named)[3:], "lr": 0.2}], lr=0.01)
 
 
+def _frozen(odd: bool) -> nn.Sequential:
+    of = model()
+    of[3].requires_grad_(not odd)
+    return of
+
+
 # Each builds a pipeline, given whether this rank is the one that does it differently.
 BUILDS: dict[str, Callable[[bool], Pipeline]] = {
     "chunks": _built("chunks=5 ranks=4"),
@@ -302,7 +312,7 @@ BUILDS: dict[str, Callable[[bool], Pipeline]] = {
     "ranks=3": _built("chunks=4 ranks=3"),
     "depth": lambda odd: pipeline(of=model(layers=9 if odd else 8)),
     "width": lambda odd: pipeline(of=nn.Sequential(*model()[:-1], nn.Linear(WIDTH, 5 if odd else WIDTH))),
-    "frozen": lambda odd: pipeline(of=model().requires_grad_(not odd)),
+    "frozen": lambda odd: pipeline(of=_frozen(odd)),
     "dtype": lambda odd: pipeline(of=model().to(torch.float64 if odd else torch.float32)),
     "not sequential": lambda odd: pipeline(of=nn.Linear(2, 2) if odd else model()),  # type: ignore[arg-type]
     "learning rate": lambda odd: pipeline(optimizer=_groups_by(0.1 if odd else 0.2)),
@@ -345,7 +355,7 @@ CALLS: dict[str, Callable[[Pipeline, bool], object]] = {
 
 
 def call_apart(cases: list[tuple[str, int]]) -> Any:
-    """In each case one rank makes another call, all on one pipeline; afterwards it has to work as if nothing had been."""
+    """In each case one rank makes another call, all on one pipeline, which has to work afterwards."""
     with pipeline() as same:
         losses = steps(same, 1)
         errors = [caught(lambda c=case, o=odd: CALLS[c](same, o == RANK)) for case, odd in cases]
@@ -391,9 +401,9 @@ def one_without_pipeline() -> Any:
     dist.init_process_group("gloo")
     dist.barrier()
     if RANK == 2:
-        time.sleep(8)
+        time.sleep(4)
         return None
-    return caught(lambda: pipeline("chunks=4 ranks=4 timeout=3"))
+    return caught(lambda: pipeline("chunks=4 ranks=4 timeout=2"))
 
 
 def steps_apart() -> Any:
@@ -458,8 +468,12 @@ def closed() -> Any:
     return [caught(call) for call in calls]
 
 
+def several() -> Any:
+    return {"after": one_after_the_other(), "beside": side_by_side(), "closed": closed()}
+
+
 def after_a_failure() -> Any:
-    """A call fails on rank 2; what the pipeline then says, and whether a new one works in the same processes."""
+    """A call fails on rank 2; what does the pipeline say then, and does a new one work here?"""
     of = model()
     of[FAULTY_LAYER].append(Faulty("forward", "error"))
     trained = pipeline(of=of)
@@ -496,11 +510,12 @@ def on_mesh(names: list[str], sizes: list[int], options: str = "chunks=4 ranks=2
         return {"number": number, "rank": trained.rank, "losses": losses, "parameters": parameters(trained)}
 
 
-def mesh_error(names: list[str], sizes: list[int]) -> Any:
+def mesh_errors(cases: list[list[str]]) -> Any:
+    """What comes of meshes of 2 x 2 with these dimensions."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
-    return caught(lambda: pipeline("chunks=4 ranks=2", mesh=mesh))
+    meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(names)) for names in cases]
+    return [caught(lambda m=mesh: pipeline("chunks=4 ranks=2", mesh=m)) for mesh in meshes]
 
 
 def alone(start: int, options: str = "chunks=4 ranks=2") -> Any:
