@@ -76,8 +76,9 @@ class Groups:
             self.control = self._gloo("control", everyone)
         except RuntimeError as error:
             away = [rank for rank in everyone if not self.store.check([f"here/{rank}"])]
+            who = f"rank {away[0]}" if len(away) == 1 else f"ranks {away}"
             raise PeerError(
-                f"ranks {away} built no pipeline within {timeout:g} s (timeout={timeout:g})"
+                f"{who} built no pipeline within {timeout:g} s (timeout={timeout:g})"
             ) from error
         # On CPUs one gloo group serves everything: each group costs threads, which spin.
         self.data = self.control if self._on_cpu else self._nccl("data", everyone)

@@ -62,8 +62,9 @@ def _recorded(fn: Callable[..., T], *args: Any) -> T | None:
 
 
 def _in_notebook() -> bool:
-    """Whether the main module can't be imported by a spawned process."""
-    return not hasattr(sys.modules["__main__"], "__file__") or "ipykernel" in sys.modules
+    """Whether the main module is no file, so that a spawned process couldn't import it."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return file is None or not os.path.exists(file)
 
 
 def _check_fork() -> None:

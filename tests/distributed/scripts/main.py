@@ -30,7 +30,7 @@ def serve() -> list[str] | None:
 
     import pipe
 
-    assert pipe.Pipeline and torch  # resolved lazily
+    _ = (pipe.Pipeline, torch)  # resolved lazily
     for line in sys.stdin:
         request = json.loads(line)
         children: dict[int, int] = {}

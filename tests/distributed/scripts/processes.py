@@ -1,12 +1,13 @@
 """Runs a program of `programs.py` on several processes, and tells how each of them ended.
 
-    fork      plain processes with RANK, WORLD_SIZE and so on, forked off one that has torch imported: a
-    second each spawn     the same from scratch
+    fork      plain processes with RANK, WORLD_SIZE and so on, forked off one that has torch imported
+    spawn     the same from scratch, which takes seconds
     torchrun  under `torchrun --standalone`
     launch    under `pipe.launch`, from a script
 
-Every process writes to a folder of its own job: `<rank>.pid`, `<rank>.err`, `<rank>.out`, and `<rank>.json`
-with what the program returned. `raised` holds the time of the failure that the program stages.
+Every process writes to a folder of its own job: `<rank>.pid`, `<rank>.err`, `<rank>.out`, and
+`<rank>.json` with what the program returned. `raised` holds the time of the failure that the program
+stages.
 """
 
 import atexit
@@ -134,7 +135,7 @@ _OURS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 
 def fork(program: str, *, ranks: int = 4, limit: float = 30.0, **arguments: Any) -> Outcome:
-    """Plain processes, forked off a template; `ranks=0` is one process without a rank. `left`: those that hung."""
+    """Plain processes, forked off a template; `ranks=0` is one process that is no rank."""
     job = Job(program, max(ranks, 1), arguments)
     port = free_port()
     environments = [job.of_rank(rank, port) if ranks else {TAG: str(job.folder)} for rank in range(job.ranks)]

@@ -39,6 +39,12 @@ def model(seed: int = 0, layers: int = LAYERS) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
 
 
+def layer(of: nn.Sequential, index: int) -> nn.Sequential:
+    found = of[index]
+    assert isinstance(found, nn.Sequential)
+    return found
+
+
 def batch(step: int, samples: int = BATCH) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(step)
     return torch.randn(samples, WIDTH, generator=random), torch.randn(samples, WIDTH, generator=random)
@@ -48,7 +54,7 @@ adamw = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
 def pipeline(options: str = "chunks=4 ranks=4", of: nn.Sequential | None = None, **keywords: Any) -> Pipeline:
-    settings = {"loss": nn.functional.mse_loss, "optimizer": adamw} | keywords
+    settings: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": adamw} | keywords
     return Pipeline(model() if of is None else of, options, **settings)
 
 
@@ -192,7 +198,7 @@ class Faulty(nn.Module):
             boom(self.how)
 
     def forward(self, value: Tensor) -> Tensor:
-        value = _CountBackward.apply(self, value)
+        value = _CountBackward.apply(self, value)  # type: ignore[no-untyped-call]
         self.count("forward")
         return value
 
@@ -237,8 +243,7 @@ def staged(place: str, how: str) -> tuple[nn.Sequential, dict[str, Any]]:
     """A model and keywords of a pipeline that will fail."""
     of = model()
     at = functools.partial(Countdown, how=how, rank=LAST if place in ON_LAST else FAULTY_RANK)
-    faulty = of[FAULTY_LAYER]
-    assert isinstance(faulty, nn.Sequential)
+    faulty = layer(of, FAULTY_LAYER)
     if place in ("forward", "backward"):
         faulty.append(Faulty(place, how))
     if place == "forward_hook":
@@ -248,7 +253,7 @@ def staged(place: str, how: str) -> tuple[nn.Sequential, dict[str, Any]]:
     if place == "backward_hook":
         faulty.register_full_backward_hook(at(6))
     if place == "parameter_hook":
-        next(faulty.parameters()).register_hook(at(6))
+        next(faulty.parameters()).register_hook(at(6))  # type: ignore[no-untyped-call]
     FailingStep.how = how
     keywords: dict[str, dict[str, Any]] = {
         "loss": {"loss": at(6, then=nn.functional.mse_loss)},
@@ -273,7 +278,7 @@ def fault(place: str, how: str = "error", options: str = "chunks=4 ranks=4", gua
 
 def faults(places: list[str]) -> Any:
     """One failure after the other, each in a new pipeline of the same processes; at last one that works."""
-    errors = [caught(lambda p=place: fault(p)) for place in places]
+    errors = [caught(functools.partial(fault, place)) for place in places]
     with pipeline() as fresh:
         return {"errors": errors, "losses": steps(fresh, 2)}
 
@@ -290,7 +295,7 @@ def _groups_by(rate: float) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 def _two_groups(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": list(named)[:3]}, {"params": list(named)[3:], "lr": 0.2}], lr=0.01)
+    return torch.optim.SGD([{"params": named[:3]}, {"params": named[3:], "lr": 0.2}], lr=0.01)
 
 
 def _frozen(odd: bool) -> nn.Sequential:
@@ -311,7 +316,9 @@ BUILDS: dict[str, Callable[[bool], Pipeline]] = {
     "ranks=3 everywhere": lambda odd: pipeline("chunks=4 ranks=3"),
     "ranks=3": _built("chunks=4 ranks=3"),
     "depth": lambda odd: pipeline(of=model(layers=9 if odd else 8)),
-    "width": lambda odd: pipeline(of=nn.Sequential(*model()[:-1], nn.Linear(WIDTH, 5 if odd else WIDTH))),
+    "width": lambda odd: pipeline(
+        of=nn.Sequential(*list(model())[:-1], nn.Linear(WIDTH, 5 if odd else WIDTH))
+    ),
     "frozen": lambda odd: pipeline(of=_frozen(odd)),
     "dtype": lambda odd: pipeline(of=model().to(torch.float64 if odd else torch.float32)),
     "not sequential": lambda odd: pipeline(of=nn.Linear(2, 2) if odd else model()),  # type: ignore[arg-type]
@@ -325,7 +332,7 @@ BUILDS: dict[str, Callable[[bool], Pipeline]] = {
 
 def build_apart(cases: list[tuple[str, int]]) -> Any:
     """In each case one rank builds another pipeline; afterwards all build the same one, which has to work."""
-    errors = [caught(lambda c=case, o=odd: BUILDS[c](o == RANK)) for case, odd in cases]
+    errors = [caught(functools.partial(BUILDS[case], odd == RANK)) for case, odd in cases]
     with pipeline() as good:
         return {"errors": errors, "losses": steps(good, 2)}
 
@@ -358,7 +365,7 @@ def call_apart(cases: list[tuple[str, int]]) -> Any:
     """In each case one rank makes another call, all on one pipeline, which has to work afterwards."""
     with pipeline() as same:
         losses = steps(same, 1)
-        errors = [caught(lambda c=case, o=odd: CALLS[c](same, o == RANK)) for case, odd in cases]
+        errors = [caught(functools.partial(CALLS[case], same, odd == RANK)) for case, odd in cases]
         losses += steps(same, 2, start=1)
         return {"errors": errors, "losses": losses, "parameters": parameters(same)}
 
@@ -421,7 +428,7 @@ def silent(place: str, timeout: int = 2, rank: int = FAULTY_RANK) -> Any:
 
     def run() -> None:
         if place in ("forward", "backward"):
-            of[2 * rank].append(Faulty(place, "sleep"))
+            layer(of, 2 * rank).append(Faulty(place, "sleep"))
         trained = pipeline(f"chunks=4 ranks=4 timeout={timeout}", of)
         steps(trained, 1)
         if place == "between" and rank == RANK:
@@ -475,7 +482,7 @@ def several() -> Any:
 def after_a_failure() -> Any:
     """A call fails on rank 2; what does the pipeline say then, and does a new one work here?"""
     of = model()
-    of[FAULTY_LAYER].append(Faulty("forward", "error"))
+    layer(of, FAULTY_LAYER).append(Faulty("forward", "error"))
     trained = pipeline(of=of)
     first = caught(lambda: steps(trained, 2))
     again = caught(lambda: steps(trained, 1))
@@ -487,7 +494,7 @@ def after_a_failure() -> Any:
 def one_survives() -> Any:
     """Of two pipelines side by side one fails; the other goes on."""
     of = model()
-    of[FAULTY_LAYER].append(Faulty("forward", "error"))
+    layer(of, FAULTY_LAYER).append(Faulty("forward", "error"))
     with pipeline() as good:
         bad = pipeline(of=of)
         steps(good, 1)
@@ -515,7 +522,7 @@ def mesh_errors(cases: list[list[str]]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(names)) for names in cases]
-    return [caught(lambda m=mesh: pipeline("chunks=4 ranks=2", mesh=m)) for mesh in meshes]
+    return [caught(functools.partial(pipeline, "chunks=4 ranks=2", mesh=mesh)) for mesh in meshes]
 
 
 def alone(start: int, options: str = "chunks=4 ranks=2") -> Any:
