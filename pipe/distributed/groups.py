@@ -77,9 +77,7 @@ class Groups:
         except RuntimeError as error:
             away = [rank for rank in everyone if not self.store.check([f"here/{rank}"])]
             who = f"rank {away[0]}" if len(away) == 1 else f"ranks {away}"
-            raise PeerError(
-                f"{who} built no pipeline within {timeout:g} s (timeout={timeout:g})"
-            ) from error
+            raise PeerError(f"{who} built no pipeline within {timeout:g} s (timeout={timeout:g})") from error
         # On CPUs one gloo group serves everything: each group costs threads, which spin.
         self.data = self.control if self._on_cpu else self._nccl("data", everyone)
         self._lanes: dict[Lane, tuple[Any, int, int]] = {}

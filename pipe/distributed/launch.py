@@ -2,12 +2,12 @@
 
 import os
 import sys
+import traceback
 import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pipe.errors import PipelineError
@@ -52,13 +52,19 @@ def launch(fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 300.0)
     )
     # As torchrun does: ranks that each take all cores are slower than ranks that share them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    results: dict[int, T] = elastic_launch(config, _recorded)(fn, *args)
+    results: dict[int, T] = elastic_launch(config, _shown)(fn, *args)
     return [results[rank] for rank in range(ranks)]
 
 
-def _recorded(fn: Callable[..., T], *args: Any) -> T | None:
-    """Runs in the child: what it raises is written down for the launcher to show."""
-    return record(fn)(*args)
+def _shown(fn: Callable[..., T], *args: Any) -> T:
+    """Runs in the child, and shows what it raises: the launcher would show one child's error only."""
+    try:
+        return fn(*args)
+    except BaseException:
+        rank = os.environ["RANK"]
+        for line in traceback.format_exc().splitlines():
+            print(f"[rank{rank}]: {line}", file=sys.stderr)
+        raise
 
 
 def _in_notebook() -> bool:

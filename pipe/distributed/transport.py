@@ -1,7 +1,9 @@
 """Transport between processes: payloads by gloo or NCCL, the control plane by gloo."""
 
+import atexit
 import os
 import pickle
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -29,6 +31,7 @@ _GATHER_TAG = 5
 _SENDS_UNDER_WAY = 4
 # Receives posted before the program comes to them, on each lane.
 _RECEIVES_AHEAD = 2
+_AFTER_THE_CULPRIT_S = 0.3
 # Bytes that every rank contributes to an agreement; what is longer takes a second round.
 _ROOM = 1024
 
@@ -359,7 +362,12 @@ class DistributedTransport:
         self._hang_up()
         report = self._bulletin.verdict() if lost else ""
         self._bulletin.linger()
-        return PeerError(f"{report} (noticed by {where})") if lost else None
+        if not lost:
+            return None
+        # A launcher calls the first process that ends the cause: after what it has to say, this one lets
+        # others go.
+        atexit.register(time.sleep, _AFTER_THE_CULPRIT_S)
+        return PeerError(f"{report} (noticed by {where})")
 
     def close(self) -> None:
         if self._groups is not None:
