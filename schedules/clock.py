@@ -47,22 +47,12 @@ def inputs(index: Index) -> Iterator[Input]:
 
 def direct(index: Index, durations: Times, lags: Times | None = None) -> Graph:
     """Values go straight from maker to taker, and are `lags[edge]` on their way."""
-    befores, targets = _in_turn(index)
-    taken = list(inputs(index))
-    sources = [befores, *(one.makers for one in taken)]
-    late = None
-    if lags is not None:
-        lasting = [np.full(len(one.makers), lags[one.edge]) for one in taken]
-        late = np.concatenate([np.zeros(len(befores)), *lasting])
-    return _contracted(
-        index,
-        Graph(
-            durations,
-            np.concatenate(sources),
-            np.concatenate([targets, *(one.takers for one in taken)]),
-            late,
-        ),
-    )
+    edges = _Edges()
+    edges.add(*_in_turn(index))
+    for one in inputs(index):
+        edges.add(one.makers, one.takers, 0.0 if lags is None else float(lags[one.edge]))
+    graph = edges.graph(durations)
+    return _contracted(index, graph if lags is not None else graph._replace(lags=None))
 
 
 def through_channels(
@@ -77,33 +67,44 @@ def through_channels(
     With `rendezvous` a transfer waits for its RECV, too, and what stands behind the SEND for the transfer;
     with `blocking` what stands behind the RECV does. With neither, it starts when its value is made.
     """
-    nodes = len(durations)
-    edges = [(*_in_turn(index), np.zeros(0))]
-    edges[0] = (*edges[0][:2], np.zeros(len(edges[0][0])))
-    channels = defaultdict(list)
-    lasting = [durations]
-    last = np.zeros(nodes, np.bool_)
-    last[index.offsets[1:] - 1] = True
+    edges, lasting, channels = _Edges(), [durations, np.zeros(1)], defaultdict(list)
+    edges.add(*_in_turn(index))
+    end, nodes = len(durations), len(durations) + 1  # a node behind all programs, then the transfers
+    behind = np.arange(1, end + 1)
+    behind[index.offsets[1:] - 1] = end
     for one in inputs(index):
-        transfers = nodes + np.arange(len(one.makers))
-        nodes += len(one.makers)
-        wire, latency = wires[one.edge], latencies[one.edge]
-        lasting.append(np.full(len(transfers), wire))
+        transfers, latency = nodes + np.arange(len(one.makers)), float(latencies[one.edge])
+        nodes += len(transfers)
+        lasting.append(np.full(len(transfers), wires[one.edge]))
         send, receive = (index.where[op][one.edge][one.microbatches] for op in TRANSFERS[one.value])
         leaves = send if rendezvous or blocking else one.makers
-        befores = [(leaves, transfers, 0.0), *([(receive, transfers, 0.0)] if rendezvous else [])]
-        holds = [*([send] if rendezvous else []), *([receive] if blocking else [])]
-        behind = [(transfers[~last[held]], held[~last[held]] + 1, latency) for held in holds]
-        for sources, targets, lag in (*befores, (transfers, one.takers, latency), *behind):
-            edges.append((sources, targets, np.full(len(sources), lag)))
+        edges.add(leaves, transfers)
+        edges.add(transfers, one.takers, latency)
+        if rendezvous:
+            edges.add(receive, transfers)
+            edges.add(transfers, behind[send], latency)
+        if blocking:
+            edges.add(transfers, behind[receive], latency)
         sending, receiving = (index.plan.placement[s] for s in route_of(one.value, index.edges[one.edge]))
         channels[sending, receiving, one.value].append((leaves, transfers))
-    for channel in channels.values():
-        leaves, transfers = (np.concatenate(part) for part in zip(*channel, strict=True))
+    for parts in channels.values():
+        leaves, transfers = (np.concatenate(part) for part in zip(*parts, strict=True))
         queue = transfers[np.argsort(leaves, kind="stable")]
-        edges.append((queue[:-1], queue[1:], np.zeros(max(0, len(queue) - 1))))
-    sources, targets, lags = (np.concatenate(part) for part in zip(*edges, strict=True))
-    return _contracted(index, Graph(np.concatenate(lasting), sources, targets, lags))
+        edges.add(queue[:-1], queue[1:])
+    return _contracted(index, edges.graph(np.concatenate(lasting)))
+
+
+class _Edges:
+    """Edges of a graph, as they come."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[Ints, Ints, Times]] = []
+
+    def add(self, sources: Ints, targets: Ints, lag: float = 0.0) -> None:
+        self.parts.append((sources, targets, np.full(len(sources), lag)))
+
+    def graph(self, durations: Times) -> Graph:
+        return Graph(durations, *(np.concatenate(column) for column in zip(*self.parts, strict=True)))
 
 
 def start_times(index: Index, graph: Graph) -> Times:

@@ -20,8 +20,8 @@ def simulate(
     A rank does its actions in turn, each as soon as its inputs are there; an overlapped pair is one action,
     from when the inputs of both are there. As a rule a value leaves as soon as it is made, and is waited for
     where it is needed: ranks themselves spend no time on transfers. With `rendezvous` a value leaves once
-    both ranks stand at its SEND and RECV, and the SEND holds its rank up until it has arrived; with `blocking`
-    the RECV does. Both together are the strict model that `verify` proves free of deadlock.
+    both ranks stand at its SEND and RECV, and the SEND holds its rank up until it has arrived; with
+    `blocking` the RECV does. Both together are the strict model that `verify` proves free of deadlock.
 
     Raises a `ScheduleError` for a plan that does not hold (compute-only orders will do), for costs that do
     not fit it, and for overlapped pairs that wait for each other.
