@@ -56,7 +56,7 @@ class LoopedBFS:
 
 
 def check_rounds(name: str, v: object) -> None:
-    if not isinstance(v, int) or v < 1:
+    if not isinstance(v, int) or isinstance(v, bool) or v < 1:
         raise ScheduleError(f"{name}({v}): a rank has 1, 2, ... stages")
 
 
