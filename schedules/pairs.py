@@ -22,7 +22,7 @@ _STARTS_BACKWARD = np.array(
 
 
 def whole_pairs(pairs: Sequence[Iterable[int]], programs: Sequence[Actions]) -> Pairs:
-    """The pairs that are pairs: a forward, and right behind it a B or an I. Others are dropped."""
+    """The pairs that are pairs: a forward, and right behind it another's B or I. Others are dropped."""
     if not any(pairs):
         return ((),) * len(programs)
     if len(pairs) != len(programs):
@@ -51,6 +51,8 @@ def parse_cell(text: str) -> tuple[Action, ...]:
         raise ScheduleError(
             f"{text!r}: a pair is a forward and a backward, as (0F7;1B3)", span=(0, len(text))
         )
+    if (first.stage, first.microbatch) == (second.stage, second.microbatch):
+        raise ScheduleError(f"{text!r}: a backward needs its own forward to end first", span=(0, len(text)))
     return first, second
 
 
@@ -58,6 +60,8 @@ def _whole(firsts: Iterable[int], program: Actions) -> tuple[int, ...]:
     places = np.unique(np.fromiter(firsts, np.int64))
     places = places[(places >= 0) & (places + 1 < len(program))]
     kept = (program.ops[places] == OPS[F].code) & np.isin(program.ops[places + 1], _STARTS_BACKWARD)
+    same_stage = program.stages[places] == program.stages[places + 1]
+    kept &= ~(same_stage & (program.microbatches[places] == program.microbatches[places + 1]))
     return tuple(places[kept].tolist())
 
 

@@ -140,7 +140,9 @@ def test_v_shapes_at_p8_m32() -> None:
     assert round(rates["v_half"], 4) <= 0.0813 and round(rates["v_min"], 4) <= 0.1233
 
 
-@pytest.mark.parametrize("row", tuple(csv.DictReader(TABLE.open())), ids=lambda row: f"{row['model']}-{row['m']}")
+@pytest.mark.parametrize(
+    "row", tuple(csv.DictReader(TABLE.open())), ids=lambda row: f"{row['model']}-{row['m']}"
+)
 def test_zero_bubble_table_5(row: dict[str, str]) -> None:
     """All cells of 1F1B, ZB-H1 and ZB-H2, to the four digits printed (arXiv 2401.10241)."""
     p, m = int(row["p"]), int(row["m"])
@@ -198,7 +200,11 @@ def test_ranks_may_stand_in_any_order(name: str, ranks_in_order: tuple[int, ...]
     ("text", "placement", "message"),
     [
         ("eager_1f1b", (0, 1, 0, 1), "eager_1f1b needs one stage per rank.* 0,1 would do, or gpipe"),
-        ("interleaved", (0, 1), r"interleaved\(2\) needs 2 stages per rank, in 2 like rounds.* 0,1,0,1 would"),
+        (
+            "interleaved",
+            (0, 1),
+            r"interleaved\(2\) needs 2 stages per rank, in 2 like rounds.* 0,1,0,1 would",
+        ),
         ("interleaved", (0, 1, 1, 0), r"interleaved\(2\) needs 2 stages per rank"),
         ("interleaved(2)", (0, 1) * 3, r"interleaved\(2\) needs 2 stages per rank"),
         ("looped_bfs(3)", (0, 1, 0, 1), r"looped_bfs\(3\) needs 3 stages per rank.* 0,1,0,1,0,1 would do"),
