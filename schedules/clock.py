@@ -108,7 +108,10 @@ class _Edges:
 
 
 def start_times(index: Index, graph: Graph) -> Times:
-    """By number. Raises a `ScheduleError` that draws the ring where ranks wait for each other."""
+    """By number. Raises a `ScheduleError` that draws the ring where ranks wait for each other.
+
+    (Verified programs never do, as units either: what a pair's backward receives stands before its forward.)
+    """
     starts, done = longest_paths(*graph)
     starts = starts[: int(index.offsets[-1])]
     stuck = np.flatnonzero(~done[: len(starts)])

@@ -11,8 +11,8 @@ Ints = npt.NDArray[np.int64]
 Times = npt.NDArray[Any]
 """Integers or floats: what goes in comes out."""
 
-_FEW = 16384
-"""Nodes up to which Python's numbers are faster than numpy's waves (by measurement, at 8 to 64 ranks)."""
+_FEW = 32768
+"""Nodes up to which Python's numbers are faster than numpy's waves (as measured at 16 to 256 ranks)."""
 
 
 class Paths(NamedTuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from schedules.dependencies import Edge, Edges, Ints, chain_peers, route_of
 from schedules.errors import ScheduleError
 from schedules.index import Index
 from schedules.ops import ACTIVATION, OPS, TRANSFERS, F
+from schedules.pairs import Pairs
 from schedules.plan import Plan, edges_of
 from schedules.schedule import Problem, Schedule
 from schedules.verifier import check_orders, verify
@@ -39,8 +41,7 @@ def build(
     problem = Problem(tuple(placement), microbatches, costs, memory)
     orders = _orders(schedule, problem)
     joined = edges_of(orders, problem.num_stages) if edges is None else Edges.of(edges)
-    pairs = schedule.pairs(problem) if isinstance(schedule, _Pairs) else ()
-    plan = Plan(problem.placement, problem.microbatches, orders, joined, tuple(map(tuple, pairs)))
+    plan = Plan(problem.placement, problem.microbatches, orders, joined, _pairs(schedule, problem))
     if plan.compute_only is plan:
         plan = lower(plan)
     verify(plan)
@@ -80,13 +81,6 @@ def lower(orders: Plan) -> Plan:
     if not len(transfers.time):
         return orders
     return _merged(index, transfers, _receive_before(index, starts, transfers))
-
-
-@runtime_checkable
-class _Pairs(Protocol):
-    """A schedule with overlapped pairs."""
-
-    def pairs(self, problem: Problem) -> Sequence[Sequence[int]]: ...
 
 
 class _Transfers(NamedTuple):
@@ -211,3 +205,17 @@ def _orders(schedule: Schedule, problem: Problem) -> tuple[Actions, ...]:
                 f"{name}, rank {rank}: {error}", rank=rank, position=error.position, action=error.action
             ) from None
     return tuple(checked)
+
+
+def _pairs(schedule: Schedule, problem: Problem) -> Pairs:
+    """What the schedule answers for its overlapped pairs, if it has any."""
+    pairs = getattr(schedule, "pairs", None)
+    if pairs is None:
+        return ()
+    answer = pairs(problem)
+    try:
+        return tuple(tuple(operator.index(first) for first in firsts) for firsts in answer)
+    except TypeError as error:
+        raise ScheduleError(
+            f"{type(schedule).__name__}.pairs returned no sequence of sequences of int: {answer!r}"
+        ) from error

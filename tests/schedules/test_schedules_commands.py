@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipe.__main__ import main
-from schedules import SCHEDULES, OneFOneB, ZBV, Plan, build
+from schedules import SCHEDULES, ZBV, OneFOneB, Plan, build
 
 DEADLOCK = (
     "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"

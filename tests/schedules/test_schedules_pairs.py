@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from schedules import (
+    SCHEDULES,
     Action,
     Actions,
     B,
@@ -15,10 +16,13 @@ from schedules import (
     CSVFile,
     DualPipeV,
     F,
+    OneFOneB,
     Plan,
+    Problem,
     ScheduleError,
     build,
     forward_only,
+    get,
     simulate,
     verify,
 )
@@ -95,7 +99,7 @@ def test_what_is_no_longer_a_pair_is_dropped() -> None:
     plan = dualpipe(2, 4)
     rank, first = next((rank, pairs[0]) for rank, pairs in enumerate(plan.pairs) if pairs)
     for changed in (
-        lambda program: program[: first + 1] + [Action(0, "W", 0)] + program[first + 1 :],
+        lambda program: [*program[: first + 1], Action(0, "W", 0), *program[first + 1 :]],
         lambda program: program[:first] + program[first + 1 :],
         lambda program: [*program[:first], program[first + 1], program[first], *program[first + 2 :]],
     ):
@@ -136,12 +140,37 @@ def test_pairs_that_wait_for_each_other() -> None:
     assert simulate(dataclasses.replace(plan, pairs=())).makespan == 9
 
 
+class Paired(OneFOneB):
+    """A user's schedule with pairs."""
+
+    def __init__(self, answer: object) -> None:
+        object.__setattr__(self, "answer", answer)
+
+    def pairs(self, problem: Problem) -> object:
+        return self.answer  # type: ignore[attr-defined]
+
+
+def test_what_a_schedule_answers_for_its_pairs() -> None:
+    # Rank 0 of 1F1B does F0 F1 B0 F2 B1 B2, rank 1 F0 B0 F1 B1 F2 B2.
+    assert build(Paired([[3], []]), (0, 1), 3).compute_only.pairs == ((3,), ())
+    assert not any(build(Paired([[0, 99], [0]]), (0, 1), 3).pairs)
+    with pytest.raises(ScheduleError, match=r"Paired\.pairs returned no sequence of sequences of int: None"):
+        build(Paired(None), (0, 1), 3)
+    with pytest.raises(ScheduleError, match="returned no sequence of sequences of int"):
+        build(Paired([["3"], []]), (0, 1), 3)
+    with pytest.raises(ScheduleError, match="pairs of 1 ranks for 2 programs"):
+        build(Paired([[3]]), (0, 1), 3)
+
+
 @pytest.mark.parametrize("microbatches", [3, 8])
-def test_torch_reads_what_we_write_and_we_what_it_writes(microbatches: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_torch_reads_what_we_write_and_we_what_it_writes(name: str, microbatches: int) -> None:
     pytest.importorskip("torch")
     from torch.distributed.pipelining.schedules import _Action
 
-    plan = dualpipe(4, microbatches).compute_only
-    rows = [row.split(",") for row in plan.to_csv().splitlines()]
-    written = [",".join(str(_Action.from_str(cell)) for cell in row) for row in rows]
-    assert Plan.from_csv("\n".join(written)) == plan
+    schedule = get(name)
+    whole = build(schedule, schedule.placement(4), microbatches)
+    for plan in (whole, whole.compute_only):
+        rows = [row.split(",") for row in plan.to_csv().splitlines()]
+        written = [",".join(str(_Action.from_str(cell)) for cell in row) for row in rows]
+        assert Plan.from_csv("\n".join(written)) == plan == Plan.parse(str(plan))

@@ -25,6 +25,7 @@ from schedules import (
     OneFOneB,
     Plan,
     Problem,
+    Schedule,
     ScheduleError,
     W,
     build,
@@ -70,9 +71,11 @@ def plans(draw: st.DrawFn) -> Plan:
         forward_only = draw(st.booleans())
         return build(named, named.placement(draw(st.integers(1, 3))), microbatches, forward_only=forward_only)
     if draw(st.booleans()):
-        schedule, placement = OneFOneB(), tuple(draw(st.permutations(range(draw(st.integers(1, 4))))))
+        schedule: Schedule = OneFOneB()
+        placement = tuple(draw(st.permutations(range(draw(st.integers(1, 4))))))
     else:
-        schedule = draw(st.sampled_from([GPipe(), SplitBackward()]))
+        anywhere: list[Schedule] = [GPipe(), SplitBackward()]
+        schedule = draw(st.sampled_from(anywhere))
         placement = draw(
             st.sampled_from([(0,), (0, 1), (0, 1, 0), (0, 1, 1, 0), (0, 0, 1), (1, 0, 2), (0, 1, 2, 3)])
         )
