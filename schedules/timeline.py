@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from schedules.action import Actions
 from schedules.clock import inputs
 from schedules.costs import Costs, spread
 from schedules.dependencies import Ints
@@ -116,24 +117,15 @@ class Timeline:
         return np.array([self.held(rank).size.max(initial=0) for rank in range(self.plan.ranks)])
 
     def held(self, rank: int) -> Held:
-        """The rank's saved activations over time: from the start of an F to the end of its B or W."""
-        low, high = self.offsets[rank : rank + 2]
-        order, shape = self.plan.programs[rank], (self.plan.num_stages, self.plan.microbatches)
-        size = spread("activation_bytes", self.costs.activation_bytes, *shape)[
-            order.stages, order.microbatches
-        ]
-        early = spread("released_at_input", self.costs.released_at_input, *shape)[
-            order.stages, order.microbatches
-        ]
-        share = np.where(
-            order.ops == _SPLITS, -early, np.where(order.ops == _ENDS_SPLIT, early - 1, LIVES[order.ops])
-        )
-        if self.plan.forward_only:
-            share = np.zeros(len(order))
-        saves = LIVES[order.ops] > 0
-        at = np.where(saves, self.starts[low:high], self.ends[low:high])
-        live = np.where(self.plan.forward_only, 0, LIVES[order.ops]).cumsum(dtype=np.int64)
-        return Held(at, live, (share * size).cumsum())
+        """The rank's saved activations over time: from the start of an F to the end of its B, or W."""
+        order, actions = self.plan.programs[rank], slice(*self.offsets[rank : rank + 2].tolist())
+        lives = LIVES[order.ops] * (not self.plan.forward_only)
+        early = self._by_action("released_at_input", order)
+        freed_late = np.where(order.ops == _ENDS_SPLIT, early, 0.0)
+        share = lives + freed_late - np.where(order.ops == _SPLITS, early, 0.0)
+        size = (share * self._by_action("activation_bytes", order)).cumsum()
+        times = np.where(lives > 0, self.starts[actions], self.ends[actions])
+        return Held(times, lives.cumsum(dtype=np.int64), size)
 
     @cached_property
     def critical_path(self) -> tuple[Standing, ...]:
@@ -185,6 +177,11 @@ class Timeline:
         durations = self.ends - self.starts
         durations[self._index.second_of_pair] = 0.0
         return durations
+
+    def _by_action(self, cost: str, order: Actions) -> Floats:
+        """A cost that has a value a stage and microbatch, by action of an order."""
+        table = spread(cost, getattr(self.costs, cost), self.plan.num_stages, self.plan.microbatches)
+        return np.asarray(table[order.stages, order.microbatches])
 
     def _by_rank(self, values: Floats) -> Floats:
         return np.asarray(np.bincount(self._ranks, values, self.plan.ranks), np.float64)
