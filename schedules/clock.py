@@ -13,7 +13,7 @@ from schedules.deadlock import deadlock
 from schedules.dependencies import Ints, edge_of, route_of
 from schedules.graph import Times, longest_paths
 from schedules.index import Index
-from schedules.ops import COMPUTE, OPS, TRANSFERS, F
+from schedules.ops import COMPUTE, OPS, TRANSFERS
 
 
 class Input(NamedTuple):
@@ -142,17 +142,13 @@ def times(index: Index, costs: Costs) -> Times:
     second = index.second_of_pair
     together = durations[second - 1] + durations[second]
     if costs.pair is not None:
-        pair = spread("pair", costs.pair, *shape)
-        stage, microbatch = _cells(index, F, second - 1)
-        together = pair[stage, microbatch]
+        stage, microbatch = (
+            np.concatenate([getattr(program, column) for program in index.plan.programs])[second - 1]
+            for column in ("stages", "microbatches")
+        )
+        together = spread("pair", costs.pair, *shape)[stage, microbatch]
     durations[second - 1], durations[second] = together, 0.0
     return durations
-
-
-def _cells(index: Index, op: str, numbers: Ints) -> tuple[Ints, Ints]:
-    """The stages and microbatches of actions of one op."""
-    cells = [index.locate(int(number))[2] for number in numbers]
-    return np.array([c.stage for c in cells], np.int64), np.array([c.microbatch for c in cells], np.int64)
 
 
 def _in_turn(index: Index) -> tuple[Ints, Ints]:

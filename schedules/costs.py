@@ -19,6 +19,9 @@ PerEdge = float | Mapping[Edge, float]
 """One number for all edges, or one by edge (source stage, destination stage)."""
 
 
+_PER_EDGE = ("latency", "bandwidth", "boundary_bytes")
+
+
 @dataclass(frozen=True)
 class Costs:
     """What the simulator knows of model and machine. Times are in one unit of your choice, bytes are bytes.
@@ -63,9 +66,7 @@ class Costs:
 
     def wires(self, edges: Edges) -> npt.NDArray[np.float64]:
         """[edge]: how long a value's bytes occupy the channel."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            wires = _by_edge(self.boundary_bytes, edges, 0.0) / _by_edge(self.bandwidth, edges, float("inf"))
-        return np.asarray(np.nan_to_num(wires, nan=0.0))
+        return _by_edge(self.boundary_bytes, edges, 0.0) / _by_edge(self.bandwidth, edges, float("inf"))
 
     def latencies(self, edges: Edges) -> npt.NDArray[np.float64]:
         """[edge]: how long a value travels, beside that."""
@@ -96,22 +97,31 @@ def _by_edge(value: Any, edges: Edges, otherwise: float) -> npt.NDArray[np.float
 
 
 def _checked(name: str, value: Any) -> Any:
-    """As numbers and tuples; what is no number, or negative, is refused."""
-    if isinstance(value, Mapping):
+    """As numbers and tuples; what is no number, negative or without end is refused."""
+    by_edge = isinstance(value, Mapping)
+    if by_edge:
         value = tuple(sorted((tuple(edge), number) for edge, number in value.items()))
-        numbers = [number for _, number in value]
     else:
-        value = value if isinstance(value, float | int) else _tuples(value)
-        numbers = value
+        value = _tuples(value)
+    if isinstance(value, tuple) and by_edge != (name in _PER_EDGE):
+        raise ScheduleError(f"{name}={value!r}: {_takes(name)}")
     try:
-        bad = ~(np.asarray(numbers, np.float64) >= 0)
+        numbers = np.asarray([number for _, number in value] if by_edge else value, np.float64)
     except (TypeError, ValueError):
-        raise ScheduleError(f"{name}={value!r} is no number, nor an array of them") from None
-    if bad.any() or (name == "bandwidth" and not np.all(numbers)):
-        raise ScheduleError(
-            f"{name}={value!r}: a {'bandwidth' if name == 'bandwidth' else 'cost'} is no less than 0"
-        )
+        raise ScheduleError(f"{name}={value!r}: {_takes(name)}") from None
+    if name == "bandwidth":
+        fine, rule = numbers > 0, "a bandwidth is more than 0"
+    else:
+        fine, rule = (numbers >= 0) & np.isfinite(numbers), "a number is finite, and no less than 0"
+    if not fine.all():
+        raise ScheduleError(f"{name}={value!r}: {rule}")
     return value
+
+
+def _takes(name: str) -> str:
+    if name in _PER_EDGE:
+        return "it takes a number, or a mapping of edges to numbers, as {(0, 1): 0.5}"
+    return "it takes a number, one a stage, or one a stage and microbatch"
 
 
 def _tuples(value: Any) -> Any:

@@ -78,23 +78,23 @@ def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
 
 
 def _text(action: Action, stages: tuple[int, ...]) -> str:
-    return f"{action.op}{action.microbatch}{_prime(stages.index(action.stage))}"
-
-
-def _prime(place: int) -> str:
-    return "'" * place
+    return f"{action.op}{action.microbatch}" + "'" * stages.index(action.stage)
 
 
 def _block(box: Box, columns: int, width: int, color: bool) -> str:
     """The box's columns, of which the last ends in a space."""
+    if not columns:
+        return ""
     characters = columns * width - 1
     text = box.text[:characters].ljust(characters, "-" if columns > 1 else " ")
     return f"\x1b[{_COLORS.get(box.op, '7')}m{text}\x1b[0m " if color else f"{text} "
 
 
 def _unit(timeline: Timeline) -> float:
+    """The shortest action's time, unless the longest would then fill the screen."""
     durations = timeline.ends - timeline.starts
-    return float(durations[durations > 0].min(initial=timeline.makespan or 1.0))
+    longest = float(durations.max())
+    return max(float(durations[durations > 0].min(initial=longest)), longest / 50) or 1.0
 
 
 def _width(timeline: Timeline) -> int:

@@ -188,11 +188,14 @@ def test_blocking_costs() -> None:
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        (lambda: Costs(F=-1), "F=-1: a cost is no less than 0"),
+        (lambda: Costs(F=-1), "F=-1: a number is finite, and no less than 0"),
         (lambda: Costs(W=float("nan")), "W=nan"),
-        (lambda: Costs(F="fast"), "F='fast' is no number"),  # type: ignore[arg-type]
-        (lambda: Costs(F=[[1, 2], [3]]), "is no number, nor an array"),
-        (lambda: Costs(bandwidth=0), "bandwidth=0"),
+        (lambda: Costs(I=float("inf")), "I=inf"),
+        (lambda: Costs(F="fast"), "F='fast': it takes a number, one a stage"),  # type: ignore[arg-type]
+        (lambda: Costs(F=[[1, 2], [3]]), "it takes a number, one a stage, or"),
+        (lambda: Costs(F={(0, 1): 1}), "it takes a number, one a stage, or"),  # type: ignore[arg-type]
+        (lambda: Costs(latency=[1, 2]), "a mapping of edges to numbers"),  # type: ignore[arg-type]
+        (lambda: Costs(bandwidth=0), "bandwidth=0: a bandwidth is more than 0"),
         (lambda: Costs(released_at_input=1.5), "a share is 0 to 1"),
         (lambda: Costs(F=(1, 2, 3)), r"F has shape \(3,\): it takes a number, one a stage \(2,\)"),
         (lambda: Costs(latency={(0, 2): 1}), r"\(0, 2\) is no edge of the plan"),
@@ -242,6 +245,14 @@ def test_drawing_with_costs_and_colour() -> None:
     assert "\x1b[44;97mF0\x1b[0m" in timeline.draw(color=True)
     plain = simulate(build(OneFOneB(), (0, 1), 2))
     assert plain.draw(color=False) == plain.plan.draw(color=False)
+
+
+def test_drawing_of_very_unequal_actions() -> None:
+    rows = simulate(build(OneFOneB(), (0, 1), 2), Costs(F=0, B=1)).draw(color=False).splitlines()[2:]
+    assert rows == ["rank 0  .  B0 B1", "rank 1  B0 B1 ."]
+    long = simulate(build(OneFOneB(), (0, 1), 2), Costs(F=1e-6, B=1)).draw(color=False)
+    assert max(map(len, long.splitlines()[1:])) < 1000
+    assert simulate(build(OneFOneB(), (0,), 1), Costs(F=0, B=0)).draw(color=False)
 
 
 def test_files(tmp_path: Path) -> None:
