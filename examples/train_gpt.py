@@ -13,6 +13,7 @@ calls, in the same order.
 import argparse
 import functools
 import math
+import sys
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -199,7 +200,8 @@ def train(pipeline: Pipeline, text: Tensor, args: argparse.Namespace) -> None:
     scheduler = LambdaLR(pipeline.optimizer, factor)
     total = args.steps * args.batch_size * args.seq_len
     quiet = not pipeline.is_main
-    with tqdm(total=total, unit="tok", unit_scale=True, mininterval=1, disable=quiet) as bar:
+    every = 1 if sys.stderr.isatty() else 10  # seconds; a log file need not see the bar move
+    with tqdm(total=total, unit="tok", unit_scale=True, mininterval=every, disable=quiet) as bar:
         for step, (inputs, targets) in enumerate(
             batches(text, args.steps, args.batch_size, args.seq_len, args.seed)
         ):

@@ -1,13 +1,16 @@
 """What runs when: schedules, the plans made of them, and the proof that a plan works. Imports no torch."""
 
 from schedules.action import Action, Actions
+from schedules.costs import Costs
 from schedules.csv_file import CSVFile
 from schedules.dependencies import Edges, Need, chain, edge_of, needs, route, route_of
 from schedules.drawing import draw
+from schedules.dualpipe_v import DualPipeV
 from schedules.errors import ScheduleError
-from schedules.gpipe import GPipe
+from schedules.gpipe import GPipe, LoopedBFS
+from schedules.interleaved import Interleaved
 from schedules.lowering import build, forward_only
-from schedules.one_f_one_b import OneFOneB
+from schedules.one_f_one_b import Eager1F1B, OneFOneB
 from schedules.ops import (
     ACTIVATION,
     COMMUNICATION,
@@ -30,9 +33,14 @@ from schedules.ops import (
     W,
 )
 from schedules.plan import Plan
-from schedules.registry import get, names, text_of
+from schedules.registry import SCHEDULES, get, names, text_of
 from schedules.schedule import Problem, Schedule
+from schedules.simulator import simulate
+from schedules.timeline import Bubble, Held, Timeline
+from schedules.v_memory import VHalf, VMin
 from schedules.verifier import verify
+from schedules.zb_v import ZBV
+from schedules.zero_bubble import ZBH1, ZBH2
 
 __all__ = [
     "ACTIVATION",
@@ -45,17 +53,28 @@ __all__ = [
     "RECV_B",
     "RECV_F",
     "SAVED",
+    "SCHEDULES",
     "SEND_B",
     "SEND_F",
     "TRANSFERS",
+    "ZBH1",
+    "ZBH2",
+    "ZBV",
     "Action",
     "Actions",
     "B",
+    "Bubble",
     "CSVFile",
+    "Costs",
+    "DualPipeV",
+    "Eager1F1B",
     "Edges",
     "F",
     "GPipe",
+    "Held",
     "I",
+    "Interleaved",
+    "LoopedBFS",
     "Need",
     "OneFOneB",
     "Op",
@@ -64,6 +83,9 @@ __all__ = [
     "Problem",
     "Schedule",
     "ScheduleError",
+    "Timeline",
+    "VHalf",
+    "VMin",
     "W",
     "build",
     "chain",
@@ -75,6 +97,7 @@ __all__ = [
     "needs",
     "route",
     "route_of",
+    "simulate",
     "text_of",
     "verify",
 ]

@@ -61,3 +61,6 @@ class CSVFile:
                 f"{self.path} has {self.microbatches} microbatches, not {problem.microbatches}"
             )
         return self.plan.programs
+
+    def pairs(self, problem: Problem) -> Sequence[Sequence[int]]:
+        return self.plan.pairs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ import numpy.typing as npt
 from schedules.action import Action
 from schedules.dependencies import Edges, Ints, Need, chain_peers, edge_of, needs, route_of
 from schedules.errors import ScheduleError
-from schedules.ops import ACTIVATION, COMPUTE, MAKERS, OPS, TRANSFERS
-from schedules.plan import Plan
+from schedules.ops import ACTIVATION, MAKERS, OPS, TRANSFERS
+from schedules.plan import IS_COMPUTE, Plan
 
 
 class Demand(NamedTuple):
@@ -55,6 +56,17 @@ class Index:
             num_rows = plan.num_stages if spec.is_compute else len(plan.edges)
             index.where[op] = _scattered(index, columns, numbers, rows, num_rows)
         return index
+
+    @cached_property
+    def second_of_pair(self) -> Ints:
+        """The numbers of the pairs' second actions."""
+        firsts = [np.array(pairs, np.int64) for pairs in self.plan.pairs]
+        lows = self.offsets[:-1].tolist()
+        return np.concatenate([low + 1 + places for low, places in zip(lows, firsts, strict=True)])
+
+    def computes(self) -> npt.NDArray[np.bool_]:
+        """By number: whether it is a computation."""
+        return np.concatenate([IS_COMPUTE[program.ops] for program in self.plan.programs])
 
     @property
     def training(self) -> bool:
@@ -220,13 +232,3 @@ def _refuse(index: Index, numbers: Ints, bad: npt.NDArray[Any], reason: str) -> 
 def _shown(edges: Edges) -> str:
     text = " ".join(f"{source}-{destination}" for source, destination in edges[:12])
     return (text or "none") + (" ..." if len(edges) > 12 else "")
-
-
-def compute_only(plan: Plan) -> Plan:
-    """The plan's orders as a plan: what is lowered, simulated and drawn."""
-    if not any(np.isin(program.ops, _COMMUNICATION).any() for program in plan.programs):
-        return plan
-    return Plan(plan.placement, plan.microbatches, plan.orders, plan.edges)
-
-
-_COMMUNICATION = np.array([spec.code for op, spec in OPS.items() if op not in COMPUTE], np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -9,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from schedules.action import Action, Actions
-from schedules.clock import costs as default_costs
-from schedules.clock import start_times
+from schedules.clock import default_times, direct, start_times
+from schedules.costs import Costs
 from schedules.dependencies import Edge, Edges, Ints, chain_peers, route_of
 from schedules.errors import ScheduleError
-from schedules.index import Index, compute_only
+from schedules.index import Index
 from schedules.ops import ACTIVATION, OPS, TRANSFERS, F
+from schedules.pairs import Pairs
 from schedules.plan import Plan, edges_of
 from schedules.schedule import Problem, Schedule
 from schedules.verifier import check_orders, verify
@@ -25,7 +27,7 @@ def build(
     placement: Sequence[int],
     microbatches: int,
     *,
-    costs: Mapping[str, float] | None = None,
+    costs: Costs | Mapping[str, float] | None = None,
     memory: float | None = None,
     edges: Iterable[Edge] | None = None,
     forward_only: bool = False,
@@ -39,8 +41,8 @@ def build(
     problem = Problem(tuple(placement), microbatches, costs, memory)
     orders = _orders(schedule, problem)
     joined = edges_of(orders, problem.num_stages) if edges is None else Edges.of(edges)
-    plan = Plan(problem.placement, problem.microbatches, orders, joined)
-    if compute_only(plan) is plan:
+    plan = Plan(problem.placement, problem.microbatches, orders, joined, _pairs(schedule, problem))
+    if plan.compute_only is plan:
         plan = lower(plan)
     verify(plan)
     return _forward_only(plan) if forward_only else plan
@@ -73,8 +75,9 @@ def lower(orders: Plan) -> Plan:
     """
     index = Index.of(orders)
     check_orders(index)
-    starts = start_times(index)
-    transfers = _transfers(index, starts)
+    taken = _default_times(index)
+    starts = start_times(index, direct(index, taken))
+    transfers = _transfers(index, starts + taken)
     if not len(transfers.time):
         return orders
     return _merged(index, transfers, _receive_before(index, starts, transfers))
@@ -90,8 +93,15 @@ class _Transfers(NamedTuple):
     microbatch: Ints
 
 
-def _transfers(index: Index, starts: Ints) -> _Transfers:
-    ends = starts + default_costs(index)
+def _default_times(index: Index) -> Ints:
+    """By number; both actions of an overlapped pair take what the pair does."""
+    taken, second = default_times(index), index.second_of_pair
+    taken[second - 1] += taken[second]
+    taken[second] = taken[second - 1]
+    return taken
+
+
+def _transfers(index: Index, ends: Ints) -> _Transfers:
     values = [value for value in TRANSFERS if value == ACTIVATION or index.training]
     parts = [_transfers_of(index, value, ends) for value in values]
     everything = _Transfers(*(np.concatenate(column) for column in zip(*parts, strict=True)))
@@ -132,7 +142,8 @@ def _merged(index: Index, transfers: _Transfers, receive_before: Ints) -> Plan:
     """
     plan = index.plan
     rank_of = np.array(plan.placement)[transfers.stages]
-    gaps = np.stack((transfers.producer + 1, receive_before), axis=1) + rank_of
+    behind = _behind(index, transfers.producer)
+    gaps = np.stack((behind, receive_before), axis=1) + rank_of
     order = np.argsort(gaps.ravel(), kind="stable")
     gap, rank = gaps.ravel()[order], rank_of.ravel()[order]
 
@@ -158,7 +169,19 @@ def _merged(index: Index, transfers: _Transfers, receive_before: Ints) -> Plan:
     bounds = np.cumsum([0, *lengths]).tolist()
     everything = Actions(ops, stages, microbatches, peers)
     programs = tuple(everything[low:high] for low, high in pairwise(bounds))
-    return Plan(plan.placement, plan.microbatches, programs, plan.edges)
+    seats = np.flatnonzero(is_action)  # by number, where it stands now
+    pairs = tuple(
+        tuple((seats[low + np.array(firsts, np.int64)] - bound).tolist())
+        for low, bound, firsts in zip(index.offsets.tolist(), bounds, plan.pairs, strict=False)
+    )
+    return Plan(plan.placement, plan.microbatches, programs, plan.edges, pairs)
+
+
+def _behind(index: Index, producers: Ints) -> Ints:
+    """The number of what follows a producer; a pair stays together."""
+    first = np.zeros(int(index.offsets[-1]), np.int64)
+    first[index.second_of_pair - 1] = 1
+    return producers + 1 + first[producers]
 
 
 def _orders(schedule: Schedule, problem: Problem) -> tuple[Actions, ...]:
@@ -182,3 +205,17 @@ def _orders(schedule: Schedule, problem: Problem) -> tuple[Actions, ...]:
                 f"{name}, rank {rank}: {error}", rank=rank, position=error.position, action=error.action
             ) from None
     return tuple(checked)
+
+
+def _pairs(schedule: Schedule, problem: Problem) -> Pairs:
+    """What the schedule answers for its overlapped pairs, if it has any."""
+    pairs = getattr(schedule, "pairs", None)
+    if pairs is None:
+        return ()
+    answer = pairs(problem)
+    try:
+        return tuple(tuple(operator.index(first) for first in firsts) for firsts in answer)
+    except TypeError as error:
+        raise ScheduleError(
+            f"{type(schedule).__name__}.pairs returned no sequence of sequences of int: {answer!r}"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from schedules.action import Action, Actions
 from schedules.dependencies import Edge, Edges, chain
 from schedules.errors import ScheduleError
 from schedules.ops import ACTIVATION, COMPUTE, OPS, SAVED
+from schedules.pairs import Pairs, moved, text_of_cells, whole_pairs
 from schedules.schedule import check_microbatches, check_placement, stages_by_rank
 from schedules.table import Table, csv_cells, line_cells, read
 
@@ -28,12 +30,17 @@ class Plan:
 
         rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
         rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+
+    `pairs[r]` holds the position in `programs[r]` of each overlapped pair's first action, `(0F7;1B3)` as
+    text: a forward and the B or I right behind it, which hardware may run at once. The engine runs them in
+    turn. What is no such pair is dropped when a plan is made: a program may be changed without its pairs.
     """
 
     placement: tuple[int, ...]
     microbatches: int
     programs: tuple[Actions, ...]
     edges: tuple[Edge, ...]
+    pairs: Pairs = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", check_placement(self.placement))
@@ -47,6 +54,7 @@ class Plan:
         for edge in self.edges:
             if edge[1] >= self.num_stages:
                 raise ScheduleError(f"edge {edge} leaves the plan's {self.num_stages} stages")
+        object.__setattr__(self, "pairs", whole_pairs(self.pairs, self.programs))
 
     @cached_property
     def ranks(self) -> int:
@@ -64,7 +72,16 @@ class Plan:
     @cached_property
     def orders(self) -> tuple[Actions, ...]:
         """The programs without communication."""
-        return tuple(program.where(_IS_COMPUTE[program.ops]) for program in self.programs)
+        return tuple(program.where(IS_COMPUTE[program.ops]) for program in self.programs)
+
+    @cached_property
+    def compute_only(self) -> Plan:
+        """The plan of the orders: what is lowered, simulated and drawn."""
+        computes = [IS_COMPUTE[program.ops] for program in self.programs]
+        if all(map(np.all, computes)):
+            return self
+        pairs = moved(self.pairs, computes)
+        return dataclasses.replace(self, programs=self.orders, pairs=pairs)
 
     @cached_property
     def forward_only(self) -> bool:
@@ -85,21 +102,24 @@ class Plan:
         if self.forward_only:
             return (0,) * self.ranks
         return tuple(
-            int(_LIVES[program.ops].cumsum(dtype=np.int64).max(initial=0)) for program in self.programs
+            int(LIVES[program.ops].cumsum(dtype=np.int64).max(initial=0)) for program in self.programs
         )
 
     @cached_property
     def bubble(self) -> float:
-        """The share of ranks x makespan in which ranks wait, under default costs and free transfers."""
-        from schedules.clock import bubble
+        """The share of ranks x makespan in which ranks wait, at default costs and with instant transfers."""
+        from schedules.simulator import simulate
 
-        return bubble(self)
+        return simulate(self).rate
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all of it, in hex: the same on every machine, and different for any other plan."""
         names = {op: spec.code for op, spec in OPS.items()}
-        head = (self.placement, self.microbatches, tuple(self.edges), names, [len(p) for p in self.programs])
+        lengths = [len(program) for program in self.programs]
+        head: tuple[object, ...] = (self.placement, self.microbatches, tuple(self.edges), names, lengths)
+        if any(self.pairs):
+            head = (*head, self.pairs)
         digest = hashlib.sha256(repr(head).encode())
         for program in self.programs:
             for column in (program.ops, program.stages, program.microbatches, program.peers):
@@ -107,18 +127,20 @@ class Plan:
                 digest.update(np.ascontiguousarray(little).data)
         return digest.hexdigest()
 
-    def draw(self) -> str:
-        """The plan as a grid of time, one row a rank: see `schedules.drawing`."""
+    def draw(self, *, color: bool | None = None) -> str:
+        """The plan as a grid of time, one row a rank, at default costs: see `schedules.drawing`."""
         from schedules.drawing import draw
 
-        return draw(self)
+        return draw(self, color=color)
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {rank}: {program}" for rank, program in enumerate(self.programs))
+        rows = enumerate(map(text_of_cells, self.programs, self.pairs))
+        return "\n".join(f"rank {rank}: {' '.join(cells)}" for rank, cells in rows)
 
     def to_csv(self) -> str:
-        """One row a rank, one cell an action: the file that torch.distributed.pipelining reads and writes."""
-        return "".join(",".join(map(str, program)) + "\n" for program in self.programs)
+        """One row a rank, one cell an action or pair: what torch.distributed.pipelining reads and writes."""
+        rows = (text_of_cells(*row, "OVERLAP_F_B") for row in zip(self.programs, self.pairs, strict=True))
+        return "".join(",".join(row) + "\n" for row in rows)
 
     @classmethod
     def parse(cls, text: str, edges: Iterable[Edge] | None = None) -> Plan:
@@ -138,7 +160,7 @@ class Plan:
     @classmethod
     def _of(cls, table: Table, edges: Iterable[Edge] | None) -> Plan:
         found = edges_of(table.programs, len(table.placement)) if edges is None else Edges.of(edges)
-        return cls(table.placement, table.microbatches, table.programs, found)
+        return cls(table.placement, table.microbatches, table.programs, found, table.pairs)
 
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
@@ -175,7 +197,7 @@ def _columns(programs: Sequence[Sequence[Action]]) -> tuple[Actions, ...]:
 
 
 def _adds_in_order(program: Actions) -> bool:
-    adds = program.where(_LIVES[program.ops] < 0)
+    adds = program.where(LIVES[program.ops] < 0)
     by_stage = np.argsort(adds.stages, kind="stable")
     stages, microbatches = adds.stages[by_stage], adds.microbatches[by_stage]
     return not bool(((np.diff(microbatches) < 0) & (np.diff(stages) == 0)).any())
@@ -189,9 +211,9 @@ def _by_code(values: dict[str, int]) -> npt.NDArray[np.int8]:
 
 
 # Facts of the table of ops by code, so that a column of ops becomes a column of facts.
-_IS_COMPUTE = _by_code(dict.fromkeys(COMPUTE, 1)) > 0
+IS_COMPUTE = _by_code(dict.fromkeys(COMPUTE, 1)) > 0
 _IS_BACKWARD = _by_code({op: spec.backward for op, spec in OPS.items()}) > 0
-_LIVES = _by_code(
+LIVES = _by_code(
     {op: (SAVED in OPS[op].makes) - (OPS[op].frees == SAVED) for op in COMPUTE}
 )  # +1 where an activation is saved, -1 where it dies
 _AT_SOURCE = (

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from schedules.action import Action
+from schedules.costs import Costs
 from schedules.errors import ScheduleError
 
 __all__ = ["Problem", "Schedule", "ScheduleError"]
@@ -17,17 +18,20 @@ __all__ = ["Problem", "Schedule", "ScheduleError"]
 class Problem:
     """What a schedule may know: which rank owns each stage, how many microbatches there are, and more.
 
-    `costs` gives an op's time, in any unit; `memory` is the number of live activations that a rank can hold.
+    `costs` gives the ops' times, as `Costs` (a mapping such as {"F": 1.5} becomes one); `memory` is the
+    number of live activations that a rank can hold.
     """
 
     placement: tuple[int, ...]
     microbatches: int
-    costs: Mapping[str, float] | None = None
+    costs: Costs | Mapping[str, float] | None = None
     memory: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", check_placement(self.placement))
         check_microbatches(self.microbatches)
+        if isinstance(self.costs, Mapping):
+            object.__setattr__(self, "costs", Costs(**self.costs))
 
     @property
     def num_stages(self) -> int:
@@ -48,7 +52,11 @@ class Problem:
 
 
 class Schedule(Protocol):
-    """The rule that makes the orders. Two methods, and no base class, are all that one needs."""
+    """The rule that makes the orders. Two methods, and no base class, are all that one needs.
+
+    A schedule with overlapped pairs has a third, `pairs(problem)`: per rank, the index in its order of each
+    pair's first action.
+    """
 
     def placement(self, ranks: int) -> tuple[int, ...]:
         """The placement that the schedule wants on so many ranks: each stage's rank."""

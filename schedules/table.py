@@ -11,6 +11,7 @@ from typing import NamedTuple
 from schedules.action import Action, Actions
 from schedules.errors import ScheduleError
 from schedules.ops import OPS
+from schedules.pairs import Pairs, parse_cell
 
 _LINE = re.compile(r"rank ([0-9]+):(.*)")
 
@@ -21,6 +22,7 @@ class Table(NamedTuple):
     placement: tuple[int, ...]
     microbatches: int
     programs: tuple[Actions, ...]
+    pairs: Pairs
 
 
 def csv_cells(text: str) -> Iterator[list[str]]:
@@ -38,29 +40,35 @@ def line_cells(text: str) -> Iterator[list[str]]:
 
 
 def read(rows: Iterable[list[str]]) -> Table:
-    """One row a rank, one action a cell; empty cells are bubbles."""
-    programs = tuple(_program(rank, cells) for rank, cells in enumerate(rows))
+    """One row a rank, one action or overlapped pair a cell; empty cells are bubbles."""
+    read = [_program(rank, cells) for rank, cells in enumerate(rows)]
+    programs = tuple(program for program, _ in read)
     if not programs:
         raise ScheduleError("a plan without ranks: it needs one row a rank")
     microbatches = 1 + max(int(program.microbatches.max()) for program in programs)
-    return Table(_placement(programs), microbatches, programs)
+    return Table(_placement(programs), microbatches, programs, tuple(pairs for _, pairs in read))
 
 
-def _program(rank: int, cells: list[str]) -> Actions:
-    actions = []
+def _program(rank: int, cells: list[str]) -> tuple[Actions, tuple[int, ...]]:
+    """The actions of a row, and where its pairs begin."""
+    actions: list[Action] = []
+    pairs = []
     for column, cell in enumerate(cells):
         text = cell.strip()
         if not text:
             continue
         try:
-            actions.append(Action.parse(text))
+            parsed = parse_cell(text)
         except ScheduleError as error:
             raise ScheduleError(
                 f"rank {rank}, column {column}: {error}", rank=rank, position=column, span=error.span
             ) from None
+        if len(parsed) > 1:
+            pairs.append(len(actions))
+        actions.extend(parsed)
     if not actions:
         raise ScheduleError(f"rank {rank} is missing: its row is empty", rank=rank)
-    return Actions.of(actions)
+    return Actions.of(actions), tuple(pairs)
 
 
 def _placement(programs: tuple[Actions, ...]) -> tuple[int, ...]:

@@ -1,13 +1,27 @@
-"""Are GPipe's and 1F1B's orders, makespans and peaks those of the literature?"""
+"""Are the schedules' orders and pictures those of the literature?"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from strict_model import completes, makespan
 
-from schedules import B, F, GPipe, OneFOneB, Problem, Schedule, ScheduleError, build, forward_only
+from schedules import (
+    SCHEDULES,
+    B,
+    DualPipeV,
+    F,
+    GPipe,
+    OneFOneB,
+    Problem,
+    Schedule,
+    ScheduleError,
+    build,
+    forward_only,
+    get,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 RANKS = range(1, 9)
@@ -15,14 +29,36 @@ MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 13, 16)
 
 
 def letters(schedule: Schedule, ranks: int, microbatches: int) -> list[str]:
-    problem = Problem(tuple(range(ranks)), microbatches)
-    return [" ".join(f"{a.op}{a.microbatch}" for a in order) for order in schedule.orders(problem)]
+    """Orders in the notation of the papers: F0' is of a rank's second stage, (F7+B3') an overlapped pair."""
+    problem = Problem(schedule.placement(ranks), microbatches)
+    pairs = schedule.pairs(problem) if isinstance(schedule, DualPipeV) else [()] * ranks
+    rows = []
+    for rank, order in enumerate(schedule.orders(problem)):
+        stages, firsts = problem.stages_of(rank), set(pairs[rank])
+        row = [f"{a.op}{a.microbatch}" + "'" * stages.index(a.stage) for a in order]
+        for first in firsts:
+            row[first] = f"({row[first]}+{row[first + 1]})"
+        rows.append(" ".join(text for place, text in enumerate(row) if place - 1 not in firsts))
+    return rows
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("gpipe", GPipe()), ("1f1b", OneFOneB())])
-def test_golden_orders(name: str, schedule: Schedule) -> None:
-    golden = (GOLDEN / f"{name}_p4_m8.txt").read_text().splitlines()
-    assert letters(schedule, 4, 8) == golden
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*_p4_m8.txt")), ids=lambda path: path.stem)
+def test_golden_orders(path: Path) -> None:
+    schedule = get(path.name.removesuffix("_p4_m8.txt"))
+    assert letters(schedule, 4, 8) == path.read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_picture_is_what_is_drawn(name: str) -> None:
+    """The docstring's rows of ranks; where they end in ..., as far as they go."""
+    rows = re.findall(r"rank [0-9]+ +(\S.*)", SCHEDULES[name].__doc__ or "")
+    assert len(rows) >= 2
+    microbatches = 1 + max(int(number) for number in re.findall(r"F([0-9]+)", rows[0]))
+    schedule = get(name)
+    drawn = build(schedule, schedule.placement(len(rows)), microbatches).draw(color=False).splitlines()[2:]
+    for row, line in zip(rows, drawn, strict=True):
+        assert line.partition("  ")[2].startswith(row.removesuffix("..."))
+        assert row.endswith("...") or line.endswith(row)
 
 
 @pytest.mark.parametrize("microbatches", MICROBATCHES)

@@ -22,6 +22,7 @@ from schedules import (
     OPS,
     RECV_F,
     SAVED,
+    SCHEDULES,
     SEND_B,
     SEND_F,
     Action,
@@ -32,6 +33,7 @@ from schedules import (
     F,
     GPipe,
     I,
+    Interleaved,
     Need,
     OneFOneB,
     Plan,
@@ -185,9 +187,10 @@ def test_what_a_class_gets_wrong(answer: Any, message: str) -> None:
 
 
 def test_names_and_texts() -> None:
-    assert names()[:3] == ("gpipe", "1f1b", "csv")
-    for text in ("gpipe", "1f1b"):
+    assert names() == (*SCHEDULES, "csv")
+    for text in (*SCHEDULES, "interleaved(3)", "looped_bfs(1)"):
         assert text_of(get(text)) == text
+    assert text_of(get("interleaved(2)")) == "interleaved" and get("interleaved(2)") == Interleaved()
     assert get("1f1b") == OneFOneB() and get("gpipe()") == GPipe()
 
 
@@ -203,7 +206,7 @@ def test_csv_by_name(tmp_path: Path) -> None:
     [
         (
             "1f1",
-            r"unknown schedule '1f1' \(did you mean 1f1b\?\); the schedules are gpipe, 1f1b, csv",
+            r"unknown schedule '1f1' \(did you mean 1f1b\?\); the schedules are gpipe, 1f1b, .*, csv",
             (0, 3),
         ),
         ("GPipe", r"did you mean gpipe\?", (0, 5)),
@@ -212,6 +215,7 @@ def test_csv_by_name(tmp_path: Path) -> None:
         ("gpipe(two)", "'two' is no number", (6, 9)),
         ("csv", "missing a required argument: 'path'", (0, 3)),
         ("csv(none.csv)", "cannot read none.csv", (4, 12)),
+        ("interleaved(0)", r"interleaved\(0\): a rank has 1, 2, ... stages", (12, 13)),
         ("gpipe(", "names no schedule", (0, 6)),
         ("", "names no schedule", (0, 0)),
     ],
@@ -236,7 +240,7 @@ def test_names_of_other_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
     )
     monkeypatch.setattr(registry, "entry_points", lambda **wanted: points.select(**wanted))
-    assert names() == ("gpipe", "1f1b", "csv", "broken", "deep")
+    assert names() == (*SCHEDULES, "csv", "broken", "deep")
     for text, schedule in (("deep", Deep()), ("deep(4)", Deep(4)), ("deep(2,5)", Deep(2, 5))):
         assert get(text) == schedule and text_of(schedule) == text
     with pytest.raises(ScheduleError, match="schedule 'broken' of no_such_module:Thing cannot be loaded"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from strict_model import completes, makespan
 from schedules import (
     COMPUTE,
     OPS,
+    SCHEDULES,
     SEND_F,
     Action,
     Actions,
@@ -22,10 +25,12 @@ from schedules import (
     OneFOneB,
     Plan,
     Problem,
+    Schedule,
     ScheduleError,
     W,
     build,
     chain,
+    get,
     verify,
 )
 
@@ -62,9 +67,15 @@ def accepted(plan: Plan) -> bool:
 def plans(draw: st.DrawFn) -> Plan:
     microbatches = draw(st.integers(1, 4))
     if draw(st.booleans()):
-        schedule, placement = OneFOneB(), tuple(draw(st.permutations(range(draw(st.integers(1, 4))))))
+        named = get(draw(st.sampled_from(list(SCHEDULES))))
+        forward_only = draw(st.booleans())
+        return build(named, named.placement(draw(st.integers(1, 3))), microbatches, forward_only=forward_only)
+    if draw(st.booleans()):
+        schedule: Schedule = OneFOneB()
+        placement = tuple(draw(st.permutations(range(draw(st.integers(1, 4))))))
     else:
-        schedule = draw(st.sampled_from([GPipe(), SplitBackward()]))
+        anywhere: list[Schedule] = [GPipe(), SplitBackward()]
+        schedule = draw(st.sampled_from(anywhere))
         placement = draw(
             st.sampled_from([(0,), (0, 1), (0, 1, 0), (0, 1, 1, 0), (0, 0, 1), (1, 0, 2), (0, 1, 2, 3)])
         )
@@ -77,8 +88,11 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @st.composite
 def mutants(draw: st.DrawFn) -> Plan:
-    """A plan with one action dropped, doubled, swapped, moved (perhaps to another rank) or altered."""
-    plan = draw(plans())
+    return mutate(draw, draw(plans()))
+
+
+def mutate(draw: Callable[..., Any], plan: Plan) -> Plan:
+    """The plan with one action dropped, doubled, swapped, moved (perhaps to another rank) or altered."""
     programs = [list(program) for program in plan.programs]
     places = [(r, i) for r, program in enumerate(programs) for i in range(len(program))]
     rank, position = draw(st.sampled_from(places))
@@ -107,6 +121,16 @@ def mutants(draw: st.DrawFn) -> Plan:
             None if op in COMPUTE else draw(st.none() | st.integers(0, plan.num_stages)),
         )
     return dataclasses.replace(plan, programs=tuple(map(Actions.of, programs)))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_mutant_of_a_named_schedule_slips_through(name: str, data: st.DataObject) -> None:
+    schedule = get(name)
+    ranks, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    plan = mutate(data.draw, build(schedule, schedule.placement(ranks), microbatches))
+    assert accepted(plan) == completes(plan), str(plan)
 
 
 @settings(max_examples=200, deadline=None)

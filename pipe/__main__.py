@@ -1,0 +1,292 @@
+"""Which plan would run, and how well? `python -m pipe` says it, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import schedules
+from schedules import SCHEDULES, Costs, Plan, Schedule, ScheduleError, Timeline
+
+_Cost = float | tuple[float, ...]
+
+_EPILOG = """\
+Schedules: {names}, csv(FILE), or what other distributions add. Arguments go in brackets, as
+"interleaved(3)". Costs and times are in one unit of your choice; a cost is one number, or one a stage with
+commas between, as --forward 1,1,2,1.
+
+examples:
+  python -m pipe draw 1f1b --ranks 4 --microbatches 8
+  python -m pipe simulate zb_v -p 8 -m 64 --latency 0.1 --trace zb_v.json
+  python -m pipe compare -p 8 -m 64 --input 0.9 --weight 0.8 --memory 8
+  python -m pipe verify plan.csv
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; wrong input is a message on stderr and 2."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], None] = args.run
+    try:
+        run(args)
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stderr.close()
+    except (ScheduleError, OSError) as error:
+        print(f"{parser.prog} {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _draw(args: argparse.Namespace) -> None:
+    timeline = schedules.simulate(_plan(args), _costs(args))
+    print(timeline.draw(color=_color(args)))
+    _write(args, timeline)
+
+
+def _verify(args: argparse.Namespace) -> None:
+    file = schedules.CSVFile(args.file)
+    plan = schedules.build(file, file.placement(file.ranks), file.microbatches)
+    compute = sum(map(len, plan.orders))
+    print(f"{args.file}: holds")
+    _print_rows(
+        [
+            ("ranks", f"{plan.ranks}, {plan.num_stages} stages"),
+            ("microbatches", str(plan.microbatches)),
+            (
+                "actions",
+                f"{compute} computations, {sum(map(len, plan.programs)) - compute} sends and receives",
+            ),
+            ("weight gradients", "in microbatch order" if plan.in_order else "NOT in microbatch order"),
+            ("peak live", _several(plan.peak_live)),
+            ("digest", plan.digest),
+        ]
+    )
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    timeline = schedules.simulate(
+        _plan(args), _costs(args), rendezvous=args.rendezvous, blocking=args.blocking
+    )
+    bubble = timeline.bubble
+    print(f"makespan {timeline.makespan:g}, span {timeline.span:g}")
+    print(f"bubble {timeline.rate:.2%} of ranks x makespan\n")
+    columns = (timeline.busy, *bubble, timeline.peak_live, timeline.peak_bytes)
+    head = ("rank", "busy", *(name.replace("_", "-") for name in bubble._fields), "peak live", "peak bytes")
+    rows = [(str(rank), *(f"{column[rank]:g}" for column in columns)) for rank in range(timeline.plan.ranks)]
+    _print_table([head, *rows])
+    if args.critical:
+        path = " ".join(str(action) for _, _, action in timeline.critical_path)
+        print(f"\ncritical path: {path}")
+    _write(args, timeline)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    rows = [("schedule", "makespan", "span", "bubble", "peak", "fits")]
+    for name in SCHEDULES:
+        schedule: Schedule = schedules.get(name)
+        placement = schedule.placement(args.ranks)
+        shares = len(placement) // args.ranks  # a rank's work, over so many stages
+        costs = _costs(args, placement)
+        timeline = schedules.simulate(schedules.build(schedule, placement, args.microbatches), costs)
+        peak = float(timeline.peak_bytes.max())
+        fits = "-" if args.memory is None else ("yes" if peak <= args.memory * (1 + 1e-9) else "no")
+        label = f"{name}({shares})" if name in ("interleaved", "looped_bfs") else name
+        rows.append(
+            (label, f"{timeline.makespan:g}", f"{timeline.span:g}", f"{timeline.rate:.2%}", f"{peak:g}", fits)
+        )
+    _print_table(rows if args.memory is not None else [row[:-1] for row in rows])
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    schedule = schedules.get(args.schedule)
+    if isinstance(schedule, schedules.CSVFile):
+        ranks, microbatches = args.ranks or schedule.ranks, args.microbatches or schedule.microbatches
+    else:
+        ranks, microbatches = args.ranks or 4, args.microbatches or 8
+    placement = args.placement or schedule.placement(ranks)
+    return schedules.build(schedule, placement, microbatches)
+
+
+def _costs(args: argparse.Namespace, placement: tuple[int, ...] | None = None) -> Costs:
+    """The costs of the options; with a placement, a rank's numbers, evenly over its stages."""
+
+    def cost(number: _Cost | None) -> Any:
+        return number if placement is None or number is None else _shared(number, placement)
+
+    return Costs(
+        F=cost(args.forward),
+        B=cost(args.backward),
+        I=cost(args.input),
+        W=cost(args.weight),
+        pair=cost(args.pair),
+        latency=args.latency,
+        bandwidth=args.bandwidth,
+        boundary_bytes=args.boundary_bytes,
+        activation_bytes=cost(args.activation_bytes),
+        released_at_input=args.released_at_input,
+    )
+
+
+def _shared(cost: _Cost, placement: tuple[int, ...]) -> _Cost:
+    ranks = 1 + max(placement)
+    shares = len(placement) // ranks
+    if isinstance(cost, float):
+        return cost / shares
+    if len(cost) != ranks:
+        raise ScheduleError(f"{len(cost)} costs for {ranks} ranks: give one number, or one a rank")
+    return tuple(cost[rank] / shares for rank in placement)
+
+
+def _write(args: argparse.Namespace, timeline: Timeline) -> None:
+    if args.svg:
+        timeline.svg(args.svg)
+    if args.trace:
+        timeline.chrome_trace(args.trace)
+    if args.csv:
+        Path(args.csv).write_text(_plan(args).to_csv(), encoding="utf-8")
+
+
+def _color(args: argparse.Namespace) -> bool | None:
+    return {"auto": None, "always": True, "never": False}[args.color]
+
+
+def _print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"  {name:<{width}}  {text}")
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """The first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+        print("  ".join([f"{first:<{widths[0]}}", *cells]))
+
+
+def _several(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers[:32])) + (" ..." if len(numbers) > 32 else "")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipe",
+        description="Looks at pipeline schedules before anything runs. Needs no GPU and loads no torch.",
+        epilog=_EPILOG.format(names=", ".join(SCHEDULES)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    draw = _command(commands, "draw", _draw, "draw a schedule as a grid of time")
+    draw.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+    verify = _command(commands, "verify", _verify, "prove that a CSV plan works, or show where it does not")
+    verify.add_argument("file", metavar="FILE.csv", help="one row a rank, one action a cell, as torch's")
+    simulate = _command(commands, "simulate", _simulate, "time a schedule; say what ranks wait for")
+    simulate.add_argument("--rendezvous", action="store_true", help="a send blocks until it has arrived")
+    simulate.add_argument("--blocking", action="store_true", help="a receive blocks where it stands")
+    simulate.add_argument("--critical", action="store_true", help="print the critical path too")
+    for command in (draw, simulate):
+        command.add_argument("schedule", metavar="SCHEDULE", help='as 1f1b, "interleaved(2)" or "csv(FILE)"')
+        _add_size(command, ranks=None, microbatches=None)
+        command.add_argument(
+            "--placement", type=_placement, help="each stage's rank, as 0,1,1,0 [the schedule's]"
+        )
+        _add_costs(command)
+        command.add_argument("--svg", metavar="FILE", help="write a picture")
+        command.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+        command.add_argument("--csv", metavar="FILE", help="write the plan")
+    compare = _command(commands, "compare", _compare, "a table of all named schedules")
+    _add_size(compare, ranks=4, microbatches=8)
+    _add_costs(compare)
+    compare.add_argument(
+        "--memory", type=_number, help="what a rank can hold, in the unit of --activation-bytes"
+    )
+    compare.description = (
+        "A table of all named schedules. Costs and bytes are those of a rank's whole share of the model (one "
+        "number, or one a rank); schedules with several stages a rank split them evenly. peak: the most that "
+        "a rank holds, in microbatches unless --activation-bytes says how much one takes."
+    )
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], None],
+    text: str,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_size(command: argparse.ArgumentParser, *, ranks: int | None, microbatches: int | None) -> None:
+    command.add_argument("-p", "--ranks", type=_count, default=ranks, help="[4, or the CSV's]")
+    command.add_argument("-m", "--microbatches", type=_count, default=microbatches, help="[8, or the CSV's]")
+
+
+def _add_costs(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("costs", "a number, or one a stage with commas between")
+    group.add_argument("--forward", type=_cost, default=1.0, metavar="F", help="time of a forward [1]")
+    group.add_argument("--backward", type=_cost, metavar="B", help="of a whole backward [input + weight]")
+    group.add_argument("--input", type=_cost, default=1.0, metavar="I", help="of its input-gradient part [1]")
+    group.add_argument(
+        "--weight", type=_cost, default=1.0, metavar="W", help="of its weight-gradient part [1]"
+    )
+    group.add_argument("--pair", type=_cost, metavar="T", help="of an overlapped pair [forward + backward]")
+    group.add_argument("--latency", type=_number, default=0.0, metavar="T", help="of a transfer [0]")
+    group.add_argument(
+        "--bandwidth",
+        type=_number,
+        default=float("inf"),
+        metavar="N",
+        help="bytes per unit of time [no limit]",
+    )
+    group.add_argument(
+        "--boundary-bytes", type=_number, default=0.0, metavar="N", help="bytes of a transfer [0]"
+    )
+    group.add_argument(
+        "--activation-bytes",
+        type=_cost,
+        default=1.0,
+        metavar="N",
+        help="what a microbatch keeps on a stage [1]",
+    )
+    group.add_argument(
+        "--released-at-input", type=_number, default=0.0, metavar="SHARE", help="share of it freed at I [0]"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count (1, 2, ...)")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more")
+    return number
+
+
+def _cost(text: str) -> _Cost:
+    numbers = tuple(map(_number, text.split(",")))
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _placement(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no placement: each stage's rank, as 0,1,1,0")
+    return tuple(map(int, parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
