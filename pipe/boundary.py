@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Pytree: TypeAlias = Any
+Form: TypeAlias = tuple[tuple[int, ...], int]
 
 # How a leaf travels: as a tensor, as a part of the structure (None), or as a pickled value.
 _TENSOR, _NONE, _VALUE = range(3)
@@ -48,11 +49,14 @@ class Meta(NamedTuple):
 class Parcel:
     """A value on its way: its tensors, their layout, and which of them want a gradient back.
 
+    An odd parcel has a tensor that isn't contiguous, doesn't start on 64 bytes, or may be none the next time,
+    since it lies where the stage's input lay. Kernels would see the difference, so it arrives as it left.
+
     A gradient's parcel has one tensor, or None, for each tensor of the activation that wants one. `works`
     are the transfers still under way into the tensors; `wait` ends them.
     """
 
-    __slots__ = ("layout", "tensors", "wants", "works")
+    __slots__ = ("layout", "odd", "tensors", "wants", "works")
 
     def __init__(
         self,
@@ -60,11 +64,13 @@ class Parcel:
         layout: Layout = ONE_TENSOR,
         wants: tuple[bool, ...] = (),
         works: Sequence[Callable[[], object]] = (),
+        odd: bool = False,
     ) -> None:
         self.tensors = tensors
         self.layout = layout
         self.wants = wants
         self.works = works
+        self.odd = odd
 
     def wait(self) -> None:
         works, self.works = self.works, ()
@@ -75,15 +81,13 @@ class Parcel:
         return unpack(self.tensors, self.layout)
 
     def delivered(self, device: torch.device | None = None) -> "Parcel":
-        """A copy such as a wire would deliver: fresh, contiguous, sharing nothing with the sender."""
-        tensors = [
-            None if t is None else torch.empty(t.shape, dtype=t.dtype, device=device or t.device).copy_(t)
-            for t in self.tensors
-        ]
+        """A copy such as a wire would deliver, sharing nothing with the sender."""
+        copied = twin_of if self.odd else _fresh
+        tensors = [None if t is None else copied(t, device or t.device) for t in self.tensors]
         layout = self.layout
         if layout.travels:
             layout = Layout(layout.spec, layout.kinds, copy.deepcopy(layout.values))
-        return Parcel(tensors, layout, self.wants)
+        return Parcel(tensors, layout, self.wants, odd=self.odd)
 
 
 def pack(value: Pytree) -> tuple[list[Tensor], Layout]:
@@ -115,23 +119,51 @@ def unpack(tensors: Sequence[Tensor], layout: Layout) -> Pytree:
     return pytree.tree_unflatten(leaves, layout.spec)
 
 
+def form_of(tensor: Tensor) -> Form:
+    """What kernels can see of a tensor's place in memory: its strides, and its address modulo 64."""
+    overlaps = _extent(tensor.shape, tensor.stride()) < tensor.numel()
+    return (tensor.contiguous().stride() if overlaps else tensor.stride()), tensor.data_ptr() % 64
+
+
+def formed(tensor: Tensor, form: Form) -> Tensor:
+    """A copy of a tensor in another form."""
+    if not tensor.numel():
+        return tensor
+    return _room(tensor, tensor.shape, form, tensor.device).copy_(tensor).data
+
+
 def twin_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy with the tensor's strides and its address modulo 64.
+    """A copy in the tensor's own form, on a device.
 
     A microbatch is a view of the batch, and kernels choose their path, and so their last bits, by stride and
     alignment: the twin of a view computes what the view would, and may be written to.
     """
+    tensor = tensor.detach()
     if tensor.device != device or not tensor.numel():
-        return tensor.detach().to(device, copy=True)
-    item = tensor.element_size()
-    shape, strides = tensor.shape, tensor.stride()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    room = torch.empty(extent + 64 // item, dtype=tensor.dtype, device=device)
-    start = (tensor.data_ptr() - room.data_ptr()) % 64 // item
+        return tensor.to(device, copy=True)
+    form = tensor.stride(), tensor.data_ptr() % 64
+    twin = _room(tensor, tensor.shape, form, device)
     if tensor.is_contiguous():
-        twin = room.as_strided(shape, strides, start).copy_(tensor.detach())
-    else:  # whatever lies between: a view that overlaps itself can't be written to
-        room[start : start + extent].copy_(tensor.detach().as_strided((extent,), (1,)))
-        twin = room.as_strided(shape, strides, start)
-    # `.data` cuts the tie to `room`: autograd refuses layers that write to a view it doesn't know.
+        twin.copy_(tensor)
+    else:  # with whatever lies between: a view that overlaps itself can't be written to
+        extent = (_extent(tensor.shape, tensor.stride()),)
+        twin.as_strided(extent, (1,)).copy_(tensor.as_strided(extent, (1,)))
+    # `.data` cuts the tie to the room: autograd refuses layers that write to a view it doesn't know.
     return twin.data
+
+
+def _room(like: Tensor, shape: torch.Size, form: Form, device: torch.device) -> Tensor:
+    """Memory for a tensor of some form."""
+    strides, address = form
+    item = like.element_size()
+    room = torch.empty(_extent(shape, strides) + 64 // item, dtype=like.dtype, device=device)
+    return room.as_strided(shape, strides, (address - room.data_ptr()) % 64 // item)
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many items lie from a tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _fresh(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)

@@ -157,7 +157,7 @@ class Stage:
             if self.is_last:
                 outgoing, roots = None, self._conclude(microbatch, value, call, keep)
             else:
-                outgoing, roots = _outgoing(value)
+                outgoing, roots = _outgoing(value, source)
         if keep is Keep.GRAPH:
             self.saved[microbatch] = Saved(roots, caught)
         elif keep is Keep.INPUT:
@@ -264,7 +264,7 @@ class Stage:
             torch.autograd.backward(roots, gradients)
 
     def _count_whole_backward(self) -> None:
-        if not self.whole_backwards and any(p.requires_grad for p in self._parameters):
+        if not self.whole_backwards and any(p.requires_grad and p.dim() > 1 for p in self._parameters):
             warnings.warn(
                 f"no layer of stage {self.index} can be split: its I does the whole backward, its W nothing",
                 stacklevel=2,
@@ -299,11 +299,23 @@ class Stage:
                 module._buffers[name] = buffer
 
 
-def _outgoing(value: Pytree) -> tuple[Parcel, list[Tensor]]:
+def _outgoing(value: Pytree, source: Parcel) -> tuple[Parcel, list[Tensor]]:
     """What leaves a stage, cut from its graph, and the outputs that the backward will begin with."""
     if isinstance(value, Tensor):
-        wants = value.requires_grad
-        return Parcel([value.detach()], ONE_TENSOR, (wants,)), [value] if wants else []
-    tensors, layout = pack(value)
-    parcel = Parcel([t.detach() for t in tensors], layout, tuple(t.requires_grad for t in tensors))
+        tensors, layout = [value], ONE_TENSOR
+    else:
+        tensors, layout = pack(value)
+    wants = tuple([tensor.requires_grad for tensor in tensors])
+    odd = any([_is_odd(tensor, source) for tensor in tensors])
+    parcel = Parcel([tensor.detach() for tensor in tensors], layout, wants, odd=odd)
     return parcel, [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _is_odd(tensor: Tensor, source: Parcel) -> bool:
+    """See `Parcel`."""
+    address = tensor.data_ptr()
+    return (
+        address % 64 != 0
+        or not tensor.is_contiguous()
+        or any([address == entered.data_ptr() for entered in source.tensors])
+    )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pipe
-from pipe.boundary import Layout, Meta, Parcel, Pytree, pack, unpack
+from pipe.boundary import Form, Layout, Meta, Parcel, Pytree, form_of, formed, pack, unpack
 from pipe.distributed.failure import Bulletin, LostContact, forget_frames
 from pipe.distributed.groups import Groups, close_at_exit
 from pipe.errors import PeerError, PipelineError
@@ -41,6 +41,12 @@ class _Shape(NamedTuple):
 
     layout: Layout
     metas: tuple[Meta, ...]
+    odd: bool
+
+    @property
+    def bare(self) -> bool:
+        """Whether messages are nothing but tensors."""
+        return not self.odd and not self.layout.travels
 
     def misfit(self, parcel: Parcel) -> str | None:
         if parcel.layout is not self.layout and (
@@ -126,7 +132,7 @@ class DistributedTransport:
         edge = edge_of(lane.value, key.source, key.destination)
         known = self._shapes.get((*edge, shape))
         if known is None or lane.value == ACTIVATION:
-            return known is not None and not known.layout.travels
+            return known is not None and known.bare
         absent = self._absent.get((*edge, shape))
         return absent is not None and not any(absent)
 
@@ -142,8 +148,8 @@ class DistributedTransport:
             metas = tuple(
                 Meta(t.shape, t.dtype, w) for t, w in zip(parcel.tensors, parcel.wants, strict=True)
             )
-            self._shapes[known] = shape = _Shape(parcel.layout, metas)
-            self._send_header(lane, (parcel.layout, metas))
+            self._shapes[known] = shape = _Shape(parcel.layout, metas, parcel.odd)
+            self._send_header(lane, shape)
         else:
             misfit = shape.misfit(parcel)
             if misfit:
@@ -151,23 +157,25 @@ class DistributedTransport:
                     f"stage {key.source}'s output changed shape for an input of the same shape: {misfit} "
                     f"in microbatch {key.microbatch}. Shapes must follow from the shapes of the inputs"
                 )
-            if shape.layout.travels:
-                self._send_header(lane, parcel.layout.values)
+        if not shape.bare:
+            forms = [form_of(tensor) for tensor in parcel.tensors] if shape.odd else None
+            self._send_header(lane, (parcel.layout.values, forms))
         for tensor in parcel.tensors:
             self._post_send(lane, tensor)
 
     def _receive_activation(self, lane: Lane, known: tuple[int, int, int]) -> Parcel:
         shape = self._shapes.get(known)
         if shape is None:
-            layout, metas = self._receive_header(lane)
-            self._shapes[known] = shape = _Shape(layout, metas)
-        else:
-            layout = shape.layout
-            if layout.travels:
-                layout = Layout(layout.spec, layout.kinds, self._receive_header(lane))
-        return self._receive_tensors(
-            lane, layout, shape.metas, tuple(meta.requires_grad for meta in shape.metas)
-        )
+            shape = self._shapes[known] = self._receive_header(lane)
+        layout, forms = shape.layout, None
+        if not shape.bare:
+            values, forms = self._receive_header(lane)
+            layout = Layout(layout.spec, layout.kinds, values)
+        wants = tuple([meta.requires_grad for meta in shape.metas])
+        parcel = self._receive_tensors(lane, layout, shape.metas, wants)
+        if forms is not None:
+            parcel.works = [*parcel.works, partial(_form, parcel.tensors, forms)]
+        return parcel
 
     def _send_gradient(self, lane: Lane, key: Key, parcel: Parcel, known: tuple[int, int, int]) -> None:
         if not parcel.tensors:
@@ -386,6 +394,11 @@ class DistributedTransport:
 
 
 _NO_LAYOUT = Layout(None, ())
+
+
+def _form(tensors: list[Tensor], forms: Sequence[Form]) -> None:
+    """Gives tensors that have come in the form that they had where they left."""
+    tensors[:] = [formed(tensor, form) for tensor, form in zip(tensors, forms, strict=True)]
 
 
 def _words(meta: Meta) -> str:
