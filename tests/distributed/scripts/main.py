@@ -1,6 +1,7 @@
 """One rank's script: `main.py PROGRAM ARGUMENTS`. `main.py --serve` forks such ranks off itself."""
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -31,6 +32,9 @@ def serve() -> list[str] | None:
     import pipe
 
     _ = (pipe.Pipeline, torch)  # resolved lazily
+    # Collections of a fork would touch, and so copy, all that it shares with this process.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         children: dict[int, int] = {}

@@ -13,6 +13,7 @@ stages.
 import atexit
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -68,7 +69,7 @@ class Outcome:
     @property
     def seconds(self) -> list[float]:
         """From the staged failure to the end of each process, and of the launcher."""
-        assert self.raised is not None, "the failure never happened"
+        assert self.raised is not None, f"the failure never happened\n{self}"
         return [round(at - self.raised, 2) for at in (*(rank.at for rank in self.ranks), self.at)]
 
     def __str__(self) -> str:
@@ -89,12 +90,7 @@ class Job:
         self.folder = Path(tempfile.mkdtemp(prefix="pipe-job-"))
         self.ranks = ranks
         self.argv = [program, json.dumps(arguments)]
-        self.environment = {
-            **{key: value for key, value in os.environ.items() if key not in _OURS},
-            TAG: str(self.folder),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPTS)]),
-            "OMP_NUM_THREADS": "1",
-        }
+        self.environment = _environment() | {TAG: str(self.folder)}
 
     def of_rank(self, rank: int, port: int) -> dict[str, str]:
         """What torchrun would have put into a rank's environment."""
@@ -125,7 +121,14 @@ class Job:
             out, err = self.read(f"{rank}.out"), self.read(f"{rank}.err")
             ranks.append(Ended(status, at, out, err, json.loads(value) if value else None))
         raised = self.read("raised")
+        shutil.rmtree(self.folder, ignore_errors=True)
         return Outcome(ranks, code, said, now, float(raised) if raised else None, list(left))
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what would make a rank of it."""
+    kept = {key: value for key, value in os.environ.items() if key not in _OURS}
+    return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPTS)]), "OMP_NUM_THREADS": "1"}
 
 
 _OURS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", TAG}
@@ -189,8 +192,11 @@ def interrupted(program: str, *, ranks: int, limit: float = 60.0, **arguments: A
     command = [*TORCHRUN, "--nproc-per-node", str(ranks), _MAIN, *job.argv]
 
     def ctrl_c(agent: "subprocess.Popen[str]") -> None:
+        ready = [job.folder / f"{rank}.ready" for rank in range(ranks)]
         stop = time.monotonic() + limit
-        while time.monotonic() < stop and not all((job.folder / f"{r}.ready").exists() for r in range(ranks)):
+        while not all(path.exists() for path in ready):
+            if agent.poll() is not None or time.monotonic() > stop:
+                return
             time.sleep(0.05)
         (job.folder / "raised").write_text(str(time.monotonic()))
         agent.send_signal(signal.SIGINT)
@@ -286,10 +292,9 @@ class _Template:
     """A process with torch imported that forks ranks on demand (`main.py --serve`)."""
 
     def __init__(self) -> None:
-        environment = Job("", 0, {}).environment
         self._process = subprocess.Popen(
             [sys.executable, _MAIN, "--serve"],
-            env=environment,
+            env=_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from pipe import Pipeline
 
 RANK = int(os.environ.get("RANK", "0"))
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 WIDTH, BATCH, LAYERS = 6, 8, 8
 # Staged failures happen on rank 2 of 4, in its first layer, in the second step.
 FAULTY_RANK, FAULTY_LAYER, FAULTY_MICROBATCH = 2, 4, 1
@@ -159,8 +158,6 @@ def boom(how: str) -> None:
         os._exit(0)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
     if how == "warning":
         warnings.simplefilter("error")
         warnings.warn("boom: a warning", UserWarning, stacklevel=1)
