@@ -25,8 +25,10 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## microseconds that the engine adds to an action
+bench: $(READY)  ## what an action, a split backward and a plan cost, beside torch's
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/split.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py
 
 format: $(READY)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
