@@ -3,8 +3,8 @@
     python benchmarks/split.py [--repetitions 60]
 
 One transformer block of the example, on one thread: the time of a whole backward (B), and of its two parts,
-the input gradients (I) and the weight gradients (W), in turn on the same data. Also what a forward costs whose
-backward will be split. The first quartile of the repetitions; figures of one run compare.
+the input gradients (I) and the weight gradients (W), in turn on the same data. And what a forward costs
+whose backward will be split. The first quartile of the repetitions; figures of one run compare.
 """
 
 import argparse
