@@ -96,7 +96,8 @@ class Bulletin:
         if left:
             return "; ".join(f"rank {rank} {word}" for rank, word in left.items())
         who = f"rank {blamed[0]}" if len(blamed) == 1 else f"ranks {', '.join(map(str, blamed))}"
-        if all(silent for _, silent in lost.values()):
+        # Where one rank runs out of time and hangs up, others see their connections break.
+        if any(silent for _, silent in lost.values()):
             return f"{who} gave no sign of life for {self._timeout:g} s (timeout={self._timeout:g})"
         return f"{who} ended without a word: killed?"
 
