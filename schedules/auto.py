@@ -89,7 +89,7 @@ class Found:
     peak: float
     """The most that a rank holds."""
     method: str
-    """Where the order comes from: a schedule's name, `rule`, `perturbed rule` or `local search`."""
+    """Where the order is from: `zb_h1`, `1f1b, split` (each B), `rule`, `perturbed rule`, `local search`."""
     tried: int
     """How many iterations there were."""
 
@@ -109,7 +109,7 @@ def _search(auto: Auto, problem: Problem) -> Found:
     if best is not None and best.value <= best.bound:
         return best
     search = _Search(instance, Random(auto.seed), bound)
-    search.run(_iterations(auto, instance), [found.orders for found in known])
+    search.run(_iterations(auto, instance), known)
     if best is not None and best.value <= search.best.value:
         return replace(best, tried=search.tried)
     value, orders, method, _ = search.best
@@ -122,7 +122,7 @@ def _iterations(auto: Auto, instance: Instance) -> int:
 
 
 def _named(instance: Instance, bound: float) -> list[Found]:
-    """The named schedules that can use the placement, and fit."""
+    """The named schedules that can use the placement, and fit, each with its B and its pairs."""
     problem, objective, found = instance.problem, instance.objective, []
     for name, schedule in _schedules(problem):
         try:
@@ -143,7 +143,7 @@ def _schedules(problem: Problem) -> Iterator[tuple[str, Schedule]]:
 
     rounds = problem.num_stages // problem.ranks
     for name, make in SCHEDULES.items():
-        if make is not Auto and rounds:
+        if make is not Auto:
             yield name, make(rounds) if "v" in make.__dataclass_fields__ else make()
 
 
@@ -160,7 +160,9 @@ class _Candidate(NamedTuple):
 
 
 class _Search:
-    """Rounds of perturbed rules, then of moves from the best of them; or from the best of all."""
+    """Named schedules and rules, then rounds: perturbed rules and moves from the best of them, twice of three
+    times; else moves from the best of all.
+    """
 
     def __init__(self, instance: Instance, random: Random, bound: float) -> None:
         self.instance, self.random, self.enough = instance, random, bound * _ROUNDING
@@ -175,9 +177,9 @@ class _Search:
     def is_over(self) -> bool:
         return bool(self.candidates) and self.best.value <= self.enough
 
-    def run(self, iterations: int, known: Sequence[Sequence[Actions]]) -> None:
-        for orders in known:
-            self.add(self.instance.coded(orders), "local search")
+    def run(self, iterations: int, known: Sequence[Found]) -> None:
+        for found in known:
+            self.add(self.instance.coded(found.orders), f"{found.method}, split")
         for rule in rules(self.instance):
             if self.is_over:
                 return

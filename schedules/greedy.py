@@ -109,48 +109,67 @@ class _Run:
 
     def choose(self, rank: int, now: float) -> int:
         """The code of what the rank does now, or -1 where it waits."""
-        instance, rule, done = self.instance, self.rule, self.done
-        m, arrival, durations = instance.microbatches, self.arrival, self.durations
-        own = instance.stages_of[rank]
-        coming = _NEVER  # when the next I comes
-        for stage in reversed(own):
-            count = done[3 * stage + 1]
-            if count < done[3 * stage]:
-                comes = arrival[(3 * stage + 1) * m + count]
-                if comes <= now:
-                    return 3 * stage + 1
-                if comes < coming:
-                    coming = comes
-        following = coming  # when the next input comes at all
-        late, forward = -1, -1
-        for stage in own:
-            owed = done[3 * stage + 1] - done[3 * stage + 2]
-            if owed and (late < 0 or owed > done[late - 1] - done[late]):
-                late = 3 * stage + 2
-        for stage in reversed(own):
-            count = done[3 * stage]
-            if count == m or count - done[3 * stage + 1] >= rule.ahead[stage]:
-                continue
-            node = 3 * stage * m + count
-            comes = arrival[node]
-            if comes > now:
-                if comes < following and self.has_room(rank, node):
-                    following = comes
-            elif self.has_room(rank, node):
-                if coming - now >= rule.patience * durations[node]:
-                    forward = 3 * stage
-                    break
-            elif late >= 0:
-                return late  # makes room
+        own = self.instance.stages_of[rank]
+        gradient, coming = self.gradient(own, now)
+        if gradient >= 0:
+            return gradient
+        late = self.longest_owed(own)
+        forward, following = self.forward(rank, now, coming, makes_room=late)
         if forward >= 0:
             return forward
         if late >= 0:
-            gap = following - now
-            if gap >= rule.fill * durations[late * m + done[late]]:
+            weight = self.durations[late * self.instance.microbatches + self.done[late]]
+            if following - now >= self.rule.fill * weight:
                 return late
         if following < _NEVER:
             heapq.heappush(self.events, (following, rank))
         return -1
+
+    def gradient(self, own: Sequence[int], now: float) -> tuple[int, float]:
+        """An I whose gradient is there, the last stage's first; else -1, and when the next one comes."""
+        coming = _NEVER
+        for stage in reversed(own):
+            code = 3 * stage + 1
+            count = self.done[code]
+            if count < self.done[code - 1]:
+                comes = self.arrival[code * self.instance.microbatches + count]
+                if comes <= now:
+                    return code, comes
+                coming = min(coming, comes)
+        return -1, coming
+
+    def longest_owed(self, own: Sequence[int]) -> int:
+        """The W of the stage that owes most, or -1."""
+        late, most = -1, 0
+        for stage in own:
+            owed = self.done[3 * stage + 1] - self.done[3 * stage + 2]
+            if owed > most:
+                late, most = 3 * stage + 2, owed
+        return late
+
+    def forward(self, rank: int, now: float, coming: float, makes_room: int) -> tuple[int, float]:
+        """An F that can be done, the last stage's first, or the W that makes room for it.
+
+        Else -1, and when the next input comes: an I at `coming`, or an F that will have room.
+        """
+        instance, rule, following = self.instance, self.rule, coming
+        m = instance.microbatches
+        for stage in reversed(instance.stages_of[rank]):
+            code = 3 * stage
+            count = self.done[code]
+            if count == m or count - self.done[code + 1] >= rule.ahead[stage]:
+                continue
+            node = code * m + count
+            comes = self.arrival[node]
+            if comes > now:
+                if comes < following and self.has_room(rank, node):
+                    following = comes
+            elif not self.has_room(rank, node):
+                if makes_room >= 0:
+                    return makes_room, now
+            elif coming - now >= rule.patience * self.durations[node]:
+                return code, now
+        return -1, following
 
     def has_room(self, rank: int, node: int) -> bool:
         stage = node // (3 * self.instance.microbatches)
