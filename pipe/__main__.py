@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import schedules
-from schedules import SCHEDULES, Costs, Plan, Schedule, ScheduleError, Timeline
+from schedules import SCHEDULES, Auto, Costs, Plan, Problem, Schedule, ScheduleError, Timeline
 
 _Cost = float | tuple[float, ...]
 
@@ -22,6 +22,7 @@ examples:
   python -m pipe draw 1f1b --ranks 4 --microbatches 8
   python -m pipe simulate zb_v -p 8 -m 64 --latency 0.1 --trace zb_v.json
   python -m pipe compare -p 8 -m 64 --input 0.9 --weight 0.8 --memory 8
+  python -m pipe simulate "auto(8)" -p 8 -m 64 --input 0.9 --weight 0.8
   python -m pipe verify plan.csv
 """
 
@@ -72,6 +73,11 @@ def _simulate(args: argparse.Namespace) -> None:
         _plan(args), _costs(args), rendezvous=args.rendezvous, blocking=args.blocking
     )
     bubble = timeline.bubble
+    schedule = schedules.get(args.schedule)
+    if isinstance(schedule, Auto):
+        problem = Problem(timeline.plan.placement, timeline.plan.microbatches, timeline.costs)
+        found = schedule.search(problem)
+        print(f"found by {found.method}; lower bound {found.bound:g}, gap {found.gap:.2%}")
     print(f"makespan {timeline.makespan:g}, span {timeline.span:g}")
     print(f"bubble {timeline.rate:.2%} of ranks x makespan\n")
     columns = (timeline.busy, *bubble, timeline.peak_live, timeline.peak_bytes)
@@ -87,11 +93,15 @@ def _simulate(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> None:
     rows = [("schedule", "makespan", "span", "bubble", "peak", "fits")]
     for name in SCHEDULES:
-        schedule: Schedule = schedules.get(name)
+        schedule: Schedule = schedules.get(name) if name != "auto" else Auto(iterations=args.iterations)
         placement = schedule.placement(args.ranks)
         shares = len(placement) // args.ranks  # a rank's work, over so many stages
         costs = _costs(args, placement)
-        timeline = schedules.simulate(schedules.build(schedule, placement, args.microbatches), costs)
+        try:
+            plan = schedules.build(schedule, placement, args.microbatches, costs=costs, memory=args.memory)
+        except ScheduleError:  # auto, where not one microbatch fits: what would it do in more memory?
+            plan = schedules.build(schedule, placement, args.microbatches, costs=costs)
+        timeline = schedules.simulate(plan, costs)
         peak = float(timeline.peak_bytes.max())
         fits = "-" if args.memory is None else ("yes" if peak <= args.memory * (1 + 1e-9) else "no")
         label = f"{name}({shares})" if name in ("interleaved", "looped_bfs") else name
@@ -108,7 +118,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     else:
         ranks, microbatches = args.ranks or 4, args.microbatches or 8
     placement = args.placement or schedule.placement(ranks)
-    return schedules.build(schedule, placement, microbatches)
+    return schedules.build(schedule, placement, microbatches, costs=_costs(args))
 
 
 def _costs(args: argparse.Namespace, placement: tuple[int, ...] | None = None) -> Costs:
@@ -204,6 +214,13 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--memory", type=_number, help="what a rank can hold, in the unit of --activation-bytes"
     )
+    compare.add_argument(
+        "--iterations",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="orders that auto tries beyond its rules of thumb; some thousands take seconds [0]",
+    )
     compare.description = (
         "A table of all named schedules. Costs and bytes are those of a rank's whole share of the model (one "
         "number, or one a rank); schedules with several stages a rank split them evenly. peak: the most that "
@@ -263,6 +280,12 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count (1, 2, ...)")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of iterations (0, 1, ...)")
     return int(text)
 
 

@@ -1,6 +1,7 @@
 """What runs when: schedules, the plans made of them, and the proof that a plan works. Imports no torch."""
 
 from schedules.action import Action, Actions
+from schedules.auto import Auto, Found
 from schedules.costs import Costs
 from schedules.csv_file import CSVFile
 from schedules.dependencies import Edges, Need, chain, edge_of, needs, route, route_of
@@ -62,6 +63,7 @@ __all__ = [
     "ZBV",
     "Action",
     "Actions",
+    "Auto",
     "B",
     "Bubble",
     "CSVFile",
@@ -70,6 +72,7 @@ __all__ = [
     "Eager1F1B",
     "Edges",
     "F",
+    "Found",
     "GPipe",
     "Held",
     "I",

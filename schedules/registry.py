@@ -10,6 +10,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
+from schedules.auto import Auto
 from schedules.csv_file import CSVFile
 from schedules.dualpipe_v import DualPipeV
 from schedules.errors import ScheduleError
@@ -36,6 +37,7 @@ SCHEDULES: dict[str, type[Any]] = {
     "v_half": VHalf,
     "v_min": VMin,
     "dualpipe_v": DualPipeV,
+    "auto": Auto,
 }
 """The named schedules: each can be made without arguments, and is tested by being here."""
 
@@ -120,7 +122,7 @@ def _argument_span(match: re.Match[str]) -> tuple[int, int]:
     return match.span("name" if match["arguments"] is None else "arguments")
 
 
-def _spelled(name: str, schedule: object) -> str:
+def _spelled(name: str, schedule: object) -> str | None:
     if not dataclasses.is_dataclass(schedule):
         return name
     fields = [field for field in dataclasses.fields(schedule) if field.init]
@@ -128,4 +130,6 @@ def _spelled(name: str, schedule: object) -> str:
     while fields and values[-1] == fields[-1].default:  # what `get` puts in by itself
         fields.pop()
         values.pop()
+    if type(schedule) is not CSVFile and not all(isinstance(value, int) for value in values):
+        return None  # a text has numbers only
     return f"{name}({','.join(map(str, values))})" if values else name

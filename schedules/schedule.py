@@ -18,8 +18,8 @@ __all__ = ["Problem", "Schedule", "ScheduleError"]
 class Problem:
     """What a schedule may know: which rank owns each stage, how many microbatches there are, and more.
 
-    `costs` gives the ops' times, as `Costs` (a mapping such as {"F": 1.5} becomes one); `memory` is the
-    number of live activations that a rank can hold.
+    `costs` gives the ops' times, as `Costs` (a mapping such as {"F": 1.5} becomes one); `memory` is what a
+    rank can hold, in the unit of the costs' `activation_bytes`: live activations, unless these say otherwise.
     """
 
     placement: tuple[int, ...]

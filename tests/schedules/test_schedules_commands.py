@@ -109,7 +109,29 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(rows) == set(SCHEDULES)
     assert rows["zb_h1"] == ["27", "27", "11.11%", "4", "yes"]
     assert rows["v_half"] == ["26.5", "26.5", "9.43%", "3", "yes"] and rows["zb_h2"][-2:] == ["7", "no"]
+    assert rows["auto"] == ["27", "27", "11.11%", "4", "yes"]
     assert main(["compare", "-p", "2", "--forward", "1,3"]) == 0
+
+
+def test_auto_takes_its_memory_costs_and_iterations(capsys: pytest.CaptureFixture[str]) -> None:
+    def last_row(arguments: str) -> list[str]:
+        assert main(arguments.split()) == 0
+        return capsys.readouterr().out.splitlines()[-1].split()
+
+    assert last_row("compare --memory 3 --iterations 2000") == ["auto", "31", "31", "22.58%", "3", "yes"]
+    assert last_row("compare --memory 0.5") == ["auto", "27", "27", "11.11%", "4", "no"]
+    assert main(["simulate", "auto(4)", "--forward", "2", "--input", "2"]) == 0
+    assert capsys.readouterr().out.startswith("found by zb_h1; lower bound 49, gap 0.00%\nmakespan 49,")
+    assert main(["draw", "auto", "--placement", "0,1,1,0"]) == 0
+    assert "rank 0  F0  F1  F2  F0' I0'" in capsys.readouterr().out
+
+
+def test_auto_takes_seconds_at_p8_m64() -> None:
+    """A search that goes on to its end, in a process of its own."""
+    code = "from pipe.__main__ import main; main(['simulate', 'auto(6)', '-p', '8', '-m', '64'])"
+    run = [sys.executable, "-c", code]
+    out = subprocess.run(run, check=True, capture_output=True, text=True, timeout=30).stdout
+    assert out.startswith("found by ")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +166,8 @@ def test_wrong_input(arguments: str, message: str, capsys: pytest.CaptureFixture
         ("simulate 1f1b --weight -1", "--weight"),
         ("simulate 1f1b --weight nan", "'nan' is no number"),
         ("compare --memory much", "'much' is no number"),
+        ("compare --iterations -1", "--iterations"),
+        ("compare --iterations x", "'x' is no number of iterations"),
     ],
 )
 def test_wrong_options(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

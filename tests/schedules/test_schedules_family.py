@@ -120,6 +120,7 @@ def test_makespans_at_p4_m8() -> None:
     expected = {
         "gpipe": 33, "1f1b": 33, "eager_1f1b": 33, "interleaved": 57, "looped_bfs": 57, "zb_h1": 27,
         "zb_h2": 27, "zb_v": 51, "v_half": 53, "v_min": 59, "dualpipe_v": 54,
+        "auto": 27,
     }  # fmt: skip
     assert {name: timeline_of(name, 4, 8).makespan for name in SCHEDULES} == expected
     spans = {name: timeline_of(name, 4, 8).span for name in ("zb_h1", "zb_h2", "zb_v")}
