@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipe.errors import PipelineError
+
 # (layer, its input, the gradient of its output) -> the gradients of its weight and of its bias
 Rule: TypeAlias = Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
@@ -44,10 +46,12 @@ class Deferral:
     """The layers of a stage that can be split, and what their backwards leave undone."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._forwards = {layer: partial(self._forward, layer) for layer in _splittable(module)}
-        self._parameters = list(dict.fromkeys(p for layer in self._forwards for p in _parameters(layer)))
+        # With the parameters that each had when it was looked at: what is put in their place, by
+        # torch.func.functional_call say, is somebody else's tensor.
+        self._own = {layer: dict(layer._parameters) for layer in _splittable(module)}
+        self._parameters = list(dict.fromkeys(p for layer in self._own for p in _parameters(layer)))
         self._anchor = torch.empty(0, requires_grad=True)
-        self._uses: list[Use] = []
+        self._uses: list[Use] | None = None  # None outside of `backward`
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -56,12 +60,13 @@ class Deferral:
         It has to surround a forward and its backward alike: a module of the user's own may run its forward
         again in the backward, and has to find the same layers there.
         """
-        for layer, forward in self._forwards.items():
-            layer.forward = forward
+        layers = [layer for layer in self._own if "forward" not in vars(layer)]
+        for layer in layers:
+            layer.forward = partial(self._forward, layer)
         try:
             yield
         finally:
-            for layer in self._forwards:
+            for layer in layers:
                 del layer.forward
 
     def backward(self, run: Callable[[], None]) -> Deferred:
@@ -70,22 +75,23 @@ class Deferral:
         # A parameter of a split layer may have other uses, whose gradients autograd makes now. All uses of a
         # microbatch are summed before they are added to what was there: so autograd does it, and so the
         # bits agree.
-        there = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
+        parameters = [p for p in self._parameters if not _is_listened_to(p)]
+        there = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
             parameter.grad = None
         try:
             with self.active():
                 run()
         finally:
-            made = {p: p.grad for p in self._parameters if p.grad is not None}
-            for parameter, gradient in zip(self._parameters, there, strict=True):
+            uses, self._uses = self._uses, None
+            made = {p: p.grad for p in parameters if p.grad is not None}
+            for parameter, gradient in zip(parameters, there, strict=True):
                 parameter.grad = gradient
-        uses, self._uses = self._uses, []
         return Deferred(uses, made)
 
     def _forward(self, layer: Any, input: Tensor) -> Tensor:
         plain = type(layer).forward
-        if not torch.is_grad_enabled() or type(input) is not Tensor or not _may_wait(layer):
+        if not torch.is_grad_enabled() or not self._may_wait(layer, input):
             return plain(layer, input)  # type: ignore[no-any-return]
         kept = layer._parameters
         layer._parameters = {name: None if p is None else p.detach() for name, p in kept.items()}
@@ -94,6 +100,18 @@ class Deferral:
         finally:
             layer._parameters = kept
         return _caught(self, layer, input.detach(), self._anchor, output)
+
+    def _may_wait(self, layer: Any, input: Tensor) -> bool:
+        """Whether autograd may take this use of a layer for one of constants."""
+        if type(input) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(input):
+            return False
+        if isinstance(layer, nn.Linear) and input.dim() > 2 and not input.is_contiguous():
+            return False  # computed in another way, with other last bits
+        return all(
+            layer._parameters.get(name) is own
+            and (own is None or (own.requires_grad and not _is_listened_to(own)))
+            for name, own in self._own[layer].items()
+        )
 
 
 class _Catch(torch.autograd.Function):
@@ -110,6 +128,11 @@ class _Catch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (inputs,) = ctx.saved_tensors
+        if ctx.deferral._uses is None:
+            raise PipelineError(
+                f"a {type(ctx.layer).__name__} is differentiated inside of a forward, which a split backward "
+                "can't follow: take a schedule without I and W, or make the layer a class of your own"
+            )
         ctx.deferral._uses.append(Use(ctx.layer, inputs, gradient))
         return None, None, None, None, gradient
 
@@ -122,16 +145,22 @@ def add_weight_gradients(deferred: Deferred) -> None:
     """W: makes what I has left undone, and adds it to the parameters' `.grad`."""
     totals = dict(deferred.made)
     for layer, inputs, gradient in deferred.uses:
-        made = _RULES[type(layer).forward](layer, inputs, gradient)
+        made = _RULES[type(layer)](layer, inputs, gradient)
         for parameter, part in zip((layer.weight, layer._parameters.get("bias")), made, strict=True):
             if parameter is not None and part is not None:
                 part = part.to(parameter.dtype)
-                totals[parameter] = totals[parameter] + part if parameter in totals else part
+                totals[parameter] = _sum(totals[parameter], part) if parameter in totals else part
     for parameter, total in totals.items():
-        if parameter.grad is None:
-            parameter.grad = total
+        there = parameter.grad
+        if there is None or there.is_sparse or total.is_sparse:
+            parameter.grad = total if there is None else _sum(there, total)
         else:
-            parameter.grad += total
+            there += total
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    """Of tensors that may be sparse: a dense one can't be added to a sparse one, but the other way round."""
+    return other + one if one.is_sparse else one + other
 
 
 def _linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -150,6 +179,8 @@ def _embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> tuple[T
 
 
 def _convolution(layer: Any, inputs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+    if gradient.dim() < layer.weight.dim():  # one image, and no batch
+        gradient, inputs = gradient.unsqueeze(0), inputs.unsqueeze(0)
     _, weight, bias = torch.ops.aten.convolution_backward(
         gradient,
         inputs.to(gradient.dtype),
@@ -166,20 +197,21 @@ def _convolution(layer: Any, inputs: Tensor, gradient: Tensor) -> tuple[Tensor, 
     return weight, bias
 
 
-_RULES: dict[Any, Rule] = {
-    nn.Linear.forward: _linear,
-    nn.Embedding.forward: _embedding,
-    nn.Conv1d.forward: _convolution,
-    nn.Conv2d.forward: _convolution,
-    nn.Conv3d.forward: _convolution,
+# Of these classes themselves: a subclass may do anything with its weight.
+_RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: _linear,
+    nn.Embedding: _embedding,
+    nn.Conv1d: _convolution,
+    nn.Conv2d: _convolution,
+    nn.Conv3d: _convolution,
 }
 
 
 def _splittable(module: nn.Module) -> Iterator[nn.Module]:
     """The layers that have a rule; not those of a compiled module, which would compile again each time."""
-    if type(module).__name__ == "OptimizedModule":
+    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
         return
-    if type(module).forward in _RULES and "forward" not in vars(module) and _is_plain(module):
+    if type(module) in _RULES and _is_plain(module):
         yield module
     for child in module.children():
         yield from _splittable(child)
@@ -187,8 +219,9 @@ def _splittable(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_plain(layer: Any) -> bool:
     """Whether a layer has its weight as its own parameter, and uses it as its rule thinks."""
-    if type(layer._parameters.get("weight")) is not nn.Parameter:  # parametrized, or distributed
-        return False
+    weight = layer._parameters.get("weight")
+    if type(weight) is not nn.Parameter or weight.is_complex() or not weight.numel():
+        return False  # parametrized, distributed, ...
     if isinstance(layer, nn.Embedding):
         return not layer.sparse and layer.max_norm is None
     padding = getattr(layer, "padding", 0)
@@ -199,9 +232,6 @@ def _parameters(layer: Any) -> list[nn.Parameter]:
     return [p for p in layer._parameters.values() if p is not None]
 
 
-def _may_wait(layer: Any) -> bool:
-    """Whether a layer trains, and nobody listens to its parameters' gradients, which would come late."""
-    return all(
-        p.requires_grad and not p._backward_hooks and not p._post_accumulate_grad_hooks
-        for p in _parameters(layer)
-    )
+def _is_listened_to(parameter: nn.Parameter) -> bool:
+    """Whether somebody wants to hear of a parameter's gradient as it is made: later would be too late."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
