@@ -48,6 +48,7 @@ class Note:
         call: how many steps it has made.
         signatures: the first stage's rank's number for the shapes of each microbatch's input.
         environment: its own number for what else shapes its outputs (training flags, autocast and the like).
+        prints: fingerprints of the inputs and the targets that it was given.
         weights: the last stage's rank's weight of each microbatch.
         loss: what it knows of this kind of call's loss.
     """
@@ -62,6 +63,7 @@ class Note:
     signatures: tuple[int, ...] | None = None
     environment: int = 0
     weights: tuple[float, ...] | None = None
+    prints: tuple[int | None, int | None] = (None, None)
     loss: LossInfo | None = None
 
 
@@ -108,6 +110,12 @@ def check_notes(notes: Sequence[Note], first: int, last: int, *, targeted: bool)
     counts = {rank: count for rank, n in enumerate(notes) for count in (n.cut_inputs, n.cut_targets) if count}
     if len(set(counts.values())) > 1:
         raise DisagreementError(f"the ranks were given different numbers of microbatches: {counts}")
+    for which, what in enumerate(("inputs", "targets")):
+        if len({note.prints[which] for note in notes if note.prints[which] is not None}) > 1:
+            raise DisagreementError(
+                f"the ranks were given different {what}: a loader that shuffles does it alike on all "
+                "ranks (torch.manual_seed, a seeded generator); a rank that has no use for them may pass None"
+            )
     return inputs
 
 

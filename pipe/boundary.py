@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipe.errors import PipelineError
+
 Pytree: TypeAlias = Any
 Form: TypeAlias = tuple[tuple[int, ...], int]
 
@@ -56,7 +58,7 @@ class Parcel:
     are the transfers still under way into the tensors; `wait` ends them.
     """
 
-    __slots__ = ("layout", "odd", "tensors", "wants", "works")
+    __slots__ = ("layout", "odd", "tensors", "versions", "wants", "works")
 
     def __init__(
         self,
@@ -71,6 +73,11 @@ class Parcel:
         self.wants = wants
         self.works = works
         self.odd = odd
+        self.versions = [tensor._version for tensor in tensors if tensor is not None]
+
+    def check_unwritten(self) -> None:
+        """Raises where the sender has written to a tensor since it gave it away."""
+        check_unwritten([tensor for tensor in self.tensors if tensor is not None], self.versions)
 
     def wait(self) -> None:
         works, self.works = self.works, ()
@@ -82,12 +89,26 @@ class Parcel:
 
     def delivered(self, device: torch.device | None = None) -> "Parcel":
         """A copy such as a wire would deliver, sharing nothing with the sender."""
+        self.check_unwritten()
         copied = twin_of if self.odd else _fresh
         tensors = [None if t is None else copied(t, device or t.device) for t in self.tensors]
         layout = self.layout
         if layout.travels:
             layout = Layout(layout.spec, layout.kinds, copy.deepcopy(layout.values))
         return Parcel(tensors, layout, self.wants, odd=self.odd)
+
+
+def check_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raises where a tensor was written to since it had a version.
+
+    A layer that returns a workspace of its own writes to it again in the next microbatch, perhaps before the
+    last one has left.
+    """
+    if any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
+        raise PipelineError(
+            "a stage's output was written to before it had left: a layer that returns a buffer of its own "
+            "must return a copy of it"
+        )
 
 
 def pack(value: Pytree) -> tuple[list[Tensor], Layout]:
@@ -105,9 +126,20 @@ def pack(value: Pytree) -> tuple[list[Tensor], Layout]:
         elif leaf is None:
             kinds.append(_NONE)
         else:
+            _refuse_hidden_tensors(leaf)
             kinds.append(_VALUE)
             values.append(leaf)
     return tensors, Layout(spec, tuple(kinds), tuple(values))
+
+
+def _refuse_hidden_tensors(leaf: object) -> None:
+    """A tensor inside of an object would cross as a plain value, and lose its gradient."""
+    inside = vars(leaf).values() if hasattr(leaf, "__dict__") and not isinstance(leaf, type) else ()
+    if any(isinstance(value, Tensor) for value in inside):
+        raise TypeError(
+            f"a {type(leaf).__name__} with tensors in it can't cross between stages: return a tuple or dict, "
+            "or register the class with torch.utils._pytree (register_dataclass, register_pytree_node)"
+        )
 
 
 def unpack(tensors: Sequence[Tensor], layout: Layout) -> Pytree:

@@ -9,8 +9,21 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipe.agreement import LossInfo
-from pipe.boundary import Pytree
+from pipe.boundary import Pytree, check_unwritten, pack
 from pipe.randomness import Seeds
+
+
+class Prediction:
+    """The last stage's output of a microbatch."""
+
+    def __init__(self, value: Pytree) -> None:
+        self._value = value
+        self._tensors = pack(value)[0]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def value(self) -> Pytree:
+        check_unwritten(self._tensors, self._versions)
+        return self._value
 
 
 @dataclass
@@ -39,7 +52,7 @@ class Call:
     targets: Sequence[Pytree] | None = None
     predicts: bool = False
     loss_info: LossInfo | None = None
-    predictions: dict[int, Pytree] = field(default_factory=dict)
+    predictions: dict[int, Prediction] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     _factors: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
@@ -54,8 +67,17 @@ class Call:
 
     def record(self, microbatch: int, loss: Tensor, metrics: Mapping[str, Any]) -> None:
         self.losses[microbatch] = loss
+        for name, value in metrics.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                continue
+            if not isinstance(value, int | float):
+                shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+                raise ValueError(f"metric {name!r} must be one number, not a {type(value).__name__}{shape}")
         if metrics:
-            self.metrics[microbatch] = metrics
+            self.metrics[microbatch] = {
+                name: value.reshape(()) if isinstance(value, Tensor) else value
+                for name, value in metrics.items()
+            }
 
     def factor(self, microbatch: int, loss: Tensor) -> Tensor:
         """w_i / W, the gradient that a microbatch's backward begins with, on the loss's device."""
@@ -68,13 +90,11 @@ class Call:
         return factors[microbatch]
 
     def mean(self, values: Mapping[int, Any]) -> Tensor:
-        """The weighted mean of one number a microbatch, as a 0-d tensor in the numbers' precision."""
+        """The weighted mean of one number a microbatch, as a 0-d tensor, in double precision."""
         total = sum(self.weights)
-        numbers = [torch.as_tensor(values[index]).detach().reshape(()) for index in sorted(values)]
-        if not numbers or not total:
-            return torch.zeros(())
-        stacked = torch.stack(numbers)
-        if not stacked.is_floating_point():
-            stacked = stacked.to(torch.get_default_dtype())
+        if not values or not total:
+            return torch.zeros((), dtype=torch.float64)
+        numbers = [torch.as_tensor(values[index]).detach().to(torch.float64) for index in sorted(values)]
         shares = [self.weights[index] / total for index in sorted(values)]
-        return (stacked * torch.tensor(shares, dtype=stacked.dtype, device=stacked.device)).sum()
+        stacked = torch.stack(numbers)
+        return (stacked * torch.tensor(shares, dtype=torch.float64, device=stacked.device)).sum()

@@ -1,6 +1,7 @@
 """From gradients to an update: accumulation over calls, the global norm, the user's optimizer."""
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -14,11 +15,6 @@ from pipe.transport import Transport
 
 Named: TypeAlias = list[tuple[str, nn.Parameter]]
 OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
-
-
-def trainable(model: nn.Module) -> Named:
-    """The unsplit model's trainable parameters, in order, each once."""
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def build_optimizer(
@@ -41,6 +37,8 @@ def build_optimizer(
         raise PipelineError(
             f"optimizer= must return a torch.optim.Optimizer, and returned {type(optimizer).__name__}"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PipelineError("LBFGS evaluates the loss again in its step (a closure), which a pipeline can't")
     names = {id(p): name for name, p in offered}
     words = tuple(
         word for index, group in enumerate(optimizer.param_groups) for word in _words(index, group, names)
@@ -72,7 +70,8 @@ def _words(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator
         if key == "params":
             yield f"group {index} over {len(value)} parameters ({digest([names[id(p)] for p in value])})"
         elif key != "param_names":
-            yield f"{key}={value} in group {index}"
+            # A function's address is another one in every process.
+            yield f"{key}={re.sub(' at 0x[0-9a-f]+', '', repr(value))} in group {index}"
 
 
 class Updates:
@@ -80,7 +79,7 @@ class Updates:
     optimizer's step.
 
     Args:
-        named: all trainable parameters of the unsplit model, in its order.
+        named: all parameters of the unsplit model, in its order; frozen ones too, that may thaw.
         owners: the rank of each.
         local: the ranks that live in this process.
     """

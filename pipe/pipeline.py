@@ -19,12 +19,12 @@ from pipe.agreement import LossInfo, Note, Opening, check_kinds, check_notes, ch
 from pipe.boundary import Parcel, Pytree, pack
 from pipe.call import Call
 from pipe.distributed.failure import LostContact
-from pipe.distributed.groups import Groups, default_device, world_size
+from pipe.distributed.groups import Groups, checked_device, world_size
 from pipe.distributed.transport import DistributedTransport
 from pipe.errors import PipelineError
 from pipe.executor import Run, execute
 from pipe.microbatch import Split, Weight
-from pipe.optimization import Named, OptimizerFactory, Updates, build_optimizer, trainable
+from pipe.optimization import Named, OptimizerFactory, Updates, build_optimizer
 from pipe.options import Options, merge
 from pipe.program import Step, compile_program
 from pipe.randomness import generators, layer_seeds, preserved
@@ -88,8 +88,12 @@ class Pipeline:
         self.optimizer: torch.optim.Optimizer | None = None
         self.peak_live: dict[int, int] = {}
         self._weight, self._split = weight, split
+        if not isinstance(options, str | Options):
+            raise TypeError(
+                f"the second argument is an option string or an Options, not a {type(options).__name__}"
+            )
         world = world_size(mesh)
-        self._device = default_device(world) if device is None else torch.device(device)
+        self._device = checked_device(device, world)
         self._rank: int | None = None  # None: all ranks live here
         self._transport: Transport = InProcess()
         self._closed: str | None = None
@@ -139,6 +143,7 @@ class Pipeline:
         seed: int | None,
         world: int,
     ) -> Opening:
+        _check_callables(loss=loss, optimizer=optimizer, schedule=schedule)
         if isinstance(schedule, str):
             schedule = schedules.get(schedule)
         partitioners.check_model(model)
@@ -167,12 +172,13 @@ class Pipeline:
             for index, module in partitioners.split(model, device_map, self._rank).items()
         }
         self._generators = [generator for device in set(devices) for generator in generators(device)]
-        named = trainable(model)
+        named = list(model.named_parameters())
         owners = _owners(model, named, device_map)
         groups: tuple[str, ...] = ()
         if optimizer is not None:
             owned = {name for (name, _), owner in zip(named, owners, strict=True) if owner in self._local}
-            self.optimizer, groups = build_optimizer(optimizer, named, owned)
+            trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+            self.optimizer, groups = build_optimizer(optimizer, trained, owned)
         self._updates = Updates(
             named,
             owners,
@@ -187,7 +193,9 @@ class Pipeline:
             plan=self.plan.digest,
             seed=torch.initial_seed() if seed is None else seed,
             seed_given=seed is not None,
-            parameters=tuple(f"{name} {p.dtype}{list(p.shape)}" for name, p in named),
+            parameters=tuple(
+                f"{name} {p.dtype}{list(p.shape)}{'' if p.requires_grad else ' frozen'}" for name, p in named
+            ),
             optimizer=groups,
         )
 
@@ -244,7 +252,7 @@ class Pipeline:
             if update:
                 self.metrics |= self._updates.update(self._transport)
         except BaseException as error:
-            self._fail(error, runs)
+            self._fail(error, runs, trains=True)
         self.peak_live = {run.rank: run.peak_live for run in runs}
         return loss
 
@@ -280,7 +288,9 @@ class Pipeline:
                 execute(runs, self._transport, call)
                 rows = None
                 if self._owns(self._last):
-                    rows = cutting.join([call.predictions[index] for index in range(call.microbatches)])
+                    rows = cutting.join(
+                        [call.predictions[index].value() for index in range(call.microbatches)]
+                    )
                 return rows if to == "last" else self._transport.broadcast_value(rows, self._last)
             except BaseException as error:
                 self._fail(error, runs)
@@ -302,6 +312,8 @@ class Pipeline:
         failure: Exception | None = None
         cut = cutting.Cut()
         try:
+            if trains and torch.is_inference_mode_enabled():
+                raise PipelineError("step can't train inside of torch.inference_mode()")
             cut = cutting.cut(inputs, targets, pairs, chunks=self.chunks, split_by=self._split)
             note = self._note(kind, cut, trains, predicts)
         except Exception as error:
@@ -318,6 +330,7 @@ class Pipeline:
         environment = tuple(note.environment for note in notes)
         if len(self._shapes) > _REMEMBERED_SHAPES:  # on all ranks at once: they number the same things
             self._shapes.forget()
+            self._signatures.forget()
             self._transport.forget_shapes()
             for stage in self.stages.values():
                 stage.forget_shapes()
@@ -348,16 +361,13 @@ class Pipeline:
         if owns_last and self.stages[len(self.plan.placement) - 1].loss is None:
             raise PipelineError(f"{kind} needs a loss: pass loss= to Pipeline")
         for part in (inputs, targets):
-            if (
-                part is not None
-                and len(part) != self.chunks
-                and isinstance(self._resolved.schedule, schedules.CSVFile)
-            ):
-                raise ValueError(f"{len(part)} microbatches, but the CSV plan is for {self.chunks}")
+            if part is not None and self._has_fixed_plan:
+                self._check_fixed(len(part), trains)
         return Note(
             kind,
             inputs=cut.input_samples,
             targets=cut.target_samples,
+            prints=(cutting.fingerprint(cut.inputs), None if predicts else cutting.fingerprint(cut.targets)),
             cut_inputs=None if cut.inputs is None else len(cut.inputs),
             cut_targets=None if cut.targets is None or predicts else len(cut.targets),
             call=self._calls,
@@ -366,6 +376,19 @@ class Pipeline:
             weights=None if targets is None else tuple(cutting.weigh(targets, self._weight)),
             loss=self._loss_info.get(trains),
         )
+
+    @property
+    def _has_fixed_plan(self) -> bool:
+        """Whether the plan is a file's, for so many microbatches and no others."""
+        return isinstance(self._resolved.schedule, schedules.CSVFile)
+
+    def _check_fixed(self, count: int, trains: bool) -> None:
+        if count > self.chunks or (trains and count != self.chunks):
+            made = "1 microbatch" if count == 1 else f"{count} microbatches"
+            raise ValueError(
+                f"{made}, but the CSV plan is for {self.chunks}: a step needs {self.chunks} samples or more "
+                "(drop_last=True in a DataLoader leaves out a shorter last batch)"
+            )
 
     def _environment(self) -> Hashable:
         """What shapes this process's outputs beside its inputs."""
@@ -378,10 +401,10 @@ class Pipeline:
         programs = self._programs.get((microbatches, trains))
         if programs is None:
             plan = self.plan
-            if microbatches != self.chunks:
+            if microbatches != self.chunks and not (self._has_fixed_plan and not trains):
                 plan = schedules.build(self._resolved.schedule, plan.placement, microbatches)
             if not trains:
-                plan = schedules.forward_only(plan)
+                plan = schedules.forward_only(plan, microbatches)
             check_openings([Opening(plan=digest) for digest in self._all_gather(plan.digest)])
             programs = self._programs[microbatches, trains] = self._compile(plan)
         return programs
@@ -403,33 +426,38 @@ class Pipeline:
 
     def _share_loss(self, call: Call) -> Tensor:
         """The call's mean loss on every rank; sets `metrics`."""
-        mean, values, found = torch.zeros(()), {}, None
+        mean, values, found = torch.zeros((), dtype=torch.float64), {}, None
         if call.losses:
             mean = call.mean(call.losses)
             values = {name: call.mean(numbers) for name, numbers in _columns(call.metrics).items()}
-            found = LossInfo(mean.dtype, tuple(values))
+            found = LossInfo(next(iter(call.losses.values())).dtype, tuple(values))
             self._loss_info[call.trains] = found
         info = call.loss_info
-        if info is None:
-            told = self._transport.all_gather([found])
-            info = told[0 if self._rank is None else self._last] or LossInfo(mean.dtype, ())
+        if self._rank is None:
+            info = found
+        elif info is None:
+            info = self._transport.all_gather([found])[self._last]
         elif found not in (None, info):
-            raise PipelineError(f"loss returned {found}, and {info} in earlier calls: they must be alike")
-        numbers = torch.zeros(1 + len(info.names), dtype=torch.float64, device=mean.device)
-        if found is not None:
-            numbers = torch.stack([mean, *values.values()]).to(torch.float64)
+            raise PipelineError(f"loss gave {found}, and {info} in earlier calls: ranks must know beforehand")
+        info = info or LossInfo(torch.get_default_dtype(), ())
+        numbers = torch.stack([mean, *values.values()])
         if self._rank is not None:
-            numbers = self._transport.broadcast(numbers.to(self._device), self._last)
-        numbers = numbers.to(info.dtype)
-        self.metrics = dict(zip(info.names, numbers[1:], strict=True))
-        return numbers[0]
+            numbers = numbers.to(self._device) if found is not None else self._zeros(1 + len(info.names))
+            numbers = self._transport.broadcast(numbers, self._last)
+        # A metric may be a count, which a half-precision loss's type could not hold.
+        metrics = numbers[1:].to(torch.promote_types(info.dtype, torch.float32))
+        self.metrics = dict(zip(info.names, metrics, strict=True))
+        return numbers[0].to(info.dtype)
 
-    def _fail(self, error: BaseException, runs: Sequence[Run] = ()) -> NoReturn:
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.float64, device=self._device)
+
+    def _fail(self, error: BaseException, runs: Sequence[Run] = (), *, trains: bool = False) -> NoReturn:
         """Ends a call that failed. In one process the next may succeed; between processes all is over."""
         for stage in self.stages.values():
             stage.saved.clear()
             stage.deferred.clear()
-        if runs:
+        if trains:
             self._updates.discard()
         for run in runs:
             run.mailbox.clear()  # parcels under way hold on to their connection
@@ -453,8 +481,10 @@ class Pipeline:
             with torch.no_grad():
                 yield
         finally:
+            # By train(), which a module may have made its own; outer ones first, since it reaches inwards.
             for module, mode in zip(modules, modes, strict=True):
-                module.training = mode
+                if module.training != mode:
+                    module.train(mode)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers under the unsplit model's names.
@@ -501,6 +531,10 @@ class Pipeline:
         """The share of a step in which ranks are predicted to wait, under the schedules' default costs."""
         return self.plan.bubble
 
+    def __repr__(self) -> str:
+        where = "in one process" if self._rank is None else f"this is rank {self._rank}"
+        return f"Pipeline({str(self.options)!r}: {self.ranks} ranks, {where}; {list(self.stages.values())})"
+
     def close(self) -> None:
         """Gives connections back; the pipeline can't be used afterwards. Closing twice does nothing."""
         if self._closed is None:
@@ -517,6 +551,28 @@ class Pipeline:
             # Between two calls the others can't see that this rank is gone, and would wait.
             self._transport.fail(error, f"rank {self._rank}, between two calls")
         self.close()
+
+
+def _check_callables(*, loss: object, optimizer: object, schedule: object) -> None:
+    """Refuses what is often given in place of a function, with a word on what to give."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"optimizer= is an optimizer: give what makes one, such as functools.partial(torch.optim.{name}, "
+            "lr=...), which is called with the (name, parameter) pairs"
+        )
+    if isinstance(loss, type):
+        raise TypeError(f"loss= is the class {loss.__name__}: give an instance, {loss.__name__}()")
+    if isinstance(schedule, type):
+        raise TypeError(
+            f"schedule= is the class {schedule.__name__}: give an instance, {schedule.__name__}()"
+        )
+    if isinstance(schedule, Plan):
+        raise TypeError("schedule= is a plan: write it to a file, and give schedules.CSVFile(file)")
+    if schedule is not None and not isinstance(schedule, str):
+        missing = [name for name in ("placement", "orders") if not callable(getattr(schedule, name, None))]
+        if missing:
+            raise TypeError(f"schedule= needs the methods placement and orders; this lacks {missing}")
 
 
 class _Numbers:

@@ -1,7 +1,7 @@
 """One stage at work: its layers forward and backward, and the activations it keeps in between."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipe.boundary import ONE_TENSOR, Parcel, Pytree, pack, twin_of, unpack
-from pipe.call import Call
+from pipe.call import Call, Prediction
 from pipe.deferral import Deferral, Deferred, add_weight_gradients
 from pipe.errors import PipelineError
 from pipe.randomness import generators
@@ -28,12 +28,21 @@ class Keep(Enum):
     NOTHING = "nothing: there will be no backward, or none that matters"
 
 
+class Kept(NamedTuple):
+    """What a module had for a buffer."""
+
+    module: nn.Module
+    name: str
+    value: Tensor | None
+
+
 class Saved(NamedTuple):
     """What a stage keeps of a microbatch between its forward and its backward."""
 
     roots: list[Tensor]  # the outputs that require a gradient, or the loss
     gradients: list[Tensor | None]  # filled by the backward: one for each input that wants one
     recompute: Parcel | None = None
+    buffers: Sequence[Kept] = ()  # as the first forward found them: the second one shall find the same
 
 
 class _Entry(torch.autograd.Function):
@@ -100,6 +109,10 @@ class Stage:
             (m, name) for m in self._modules if isinstance(m, _NormBase) for name in m._buffers
         }
 
+    def __repr__(self) -> str:
+        layers = self.layer_range
+        return f"Stage({self.index}, layers {layers.start} to {layers.stop - 1}, on {self.device})"
+
     def fingerprint(self) -> tuple[bool, ...]:
         """What shapes the outputs beside the input: which parameters train, which modules are training."""
         return (*(p.requires_grad for p in self._parameters), *(m.training for m in self._modules))
@@ -139,7 +152,7 @@ class Stage:
             source = self.admit(
                 parcel
             )  # the layers may write to their input, and the backward needs it again
-            versions = self._buffer_versions()
+            versions, kept = self._buffer_versions(), self._kept_buffers()
         value = self._enter(source, caught) if graph else source.value()
         with (
             self._deferral.active() if split and graph else _AS_IT_IS,
@@ -162,7 +175,7 @@ class Stage:
             self.saved[microbatch] = Saved(roots, caught)
         elif keep is Keep.INPUT:
             self._note_written_buffers(versions)
-            self.saved[microbatch] = Saved([], [], parcel)
+            self.saved[microbatch] = Saved([], [], parcel, kept)
             if outgoing is not None:
                 outgoing.wants = self._wants.setdefault(call.keys[microbatch], outgoing.wants)
         elif call.trains:
@@ -184,7 +197,7 @@ class Stage:
     def _conclude(self, microbatch: int, output: Pytree, call: Call, keep: Keep) -> list[Tensor]:
         """The pipeline's end: keeps a prediction, or returns the loss as the backward's root."""
         if call.predicts:
-            call.predictions[microbatch] = output
+            call.predictions[microbatch] = Prediction(output)
             return []
         # A microbatch of weight 0 has no mean (a masked one would be NaN); a recomputed one gets its loss
         # there.
@@ -192,7 +205,10 @@ class Stage:
             return []
         assert self.loss is not None
         result = self.loss(output, call.target(microbatch, self.device))
-        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(metrics, Mapping):
+            kind = type(metrics).__name__
+            raise TypeError(f"loss must return the mean loss, or (mean loss, {{name: value}}), not {kind}")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = (
                 f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -249,7 +265,7 @@ class Stage:
             )
         if saved.recompute is None:
             return saved
-        with self._buffers_kept():
+        with self._as_before(saved.buffers):
             self.forward(microbatch, saved.recompute, call, Keep.GRAPH, split=split)
         return self.saved.pop(microbatch)
 
@@ -258,6 +274,11 @@ class Stage:
         if parcel is None:
             gradients: list[Tensor] = [call.factor(microbatch, loss) for loss in roots]
         else:
+            if len(roots) != len(parcel.tensors):
+                raise PipelineError(
+                    f"{len(roots)} outputs of stage {self.index} want a gradient in microbatch {microbatch}, where "
+                    f"{len(parcel.tensors)} did in the first of its kind: which ones do must not depend on the data"
+                )
             pairs = [(r, g) for r, g in zip(roots, parcel.tensors, strict=True) if g is not None]
             roots, gradients = [r for r, _ in pairs], [g for _, g in pairs]
         if roots:
@@ -286,17 +307,26 @@ class Stage:
             if now is not buffer or (now is not None and now._version != version):
                 self._written_buffers.add((module, name))
 
+    def _kept_buffers(self) -> list[Kept]:
+        """Copies of the buffers that forwards write to; of all, before any forward has shown which."""
+        written = self._written_buffers if self._wants else self._buffers()
+        kept = ((module, name, module._buffers.get(name)) for module, name in written)
+        return [Kept(module, name, None if value is None else value.clone()) for module, name, value in kept]
+
+    def _buffers(self) -> list[tuple[nn.Module, str]]:
+        return [(module, name) for module in self._modules for name in module._buffers]
+
     @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """Lets a recomputation write to copies: the first forward has updated running statistics already."""
-        kept = [(module, name, module._buffers.get(name)) for module, name in self._written_buffers]
-        for module, name, buffer in kept:
-            module._buffers[name] = None if buffer is None else buffer.clone()
+    def _as_before(self, kept: Sequence[Kept]) -> Iterator[None]:
+        """Lets a recomputation find, and write to, what the first forward found; whose writes stay."""
+        now = [(module, name, module._buffers.get(name)) for module, name, _ in kept]
+        for module, name, value in kept:
+            module._buffers[name] = value
         try:
             yield
         finally:
-            for module, name, buffer in kept:
-                module._buffers[name] = buffer
+            for module, name, value in now:
+                module._buffers[name] = value
 
 
 def _outgoing(value: Pytree, source: Parcel) -> tuple[Parcel, list[Tensor]]:

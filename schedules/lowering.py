@@ -48,12 +48,18 @@ def build(
     return _forward_only(plan) if forward_only else plan
 
 
-def forward_only(plan: Plan) -> Plan:
-    """The plan's F alone, in the same order, lowered again and verified: for evaluation and prediction."""
-    if plan.forward_only:
+def forward_only(plan: Plan, microbatches: int | None = None) -> Plan:
+    """The plan's F alone, in the same order, lowered again and verified: for evaluation and prediction.
+
+    Of the first `microbatches` only, where there are to be fewer.
+    """
+    count = plan.microbatches if microbatches is None else microbatches
+    if plan.forward_only and count == plan.microbatches:
         return plan
-    orders = tuple(order.where(order.ops == OPS[F].code) for order in plan.orders)
-    forward = lower(Plan(plan.placement, plan.microbatches, orders, plan.edges))
+    if not 1 <= count <= plan.microbatches:
+        raise ScheduleError(f"{count} microbatches of a plan that has {plan.microbatches}")
+    orders = (order.where((order.ops == OPS[F].code) & (order.microbatches < count)) for order in plan.orders)
+    forward = lower(Plan(plan.placement, count, tuple(orders), plan.edges))
     verify(forward)
     return forward
 

@@ -42,8 +42,17 @@ def world_size(mesh: DeviceMesh | None) -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def default_device(world: int) -> torch.device:
-    """Where there are GPUs, cuda:LOCAL_RANK, or all of them for a process that is the world; else the CPU."""
+def checked_device(device: torch.device | str | None, world: int) -> torch.device:
+    """What was asked for, or else cuda:LOCAL_RANK (all GPUs for a process that is the world), or the CPU.
+
+    Raises:
+        ValueError: a GPU where there is none.
+    """
+    if device is not None:
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={str(device)!r}, but torch finds no CUDA device here")
+        return chosen
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if world > 1 else torch.device("cuda")

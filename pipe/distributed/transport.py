@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pipe
-from pipe.boundary import Form, Layout, Meta, Parcel, Pytree, form_of, formed, pack, unpack
+from pipe.boundary import Form, Layout, Meta, Parcel, Pytree, check_unwritten, form_of, formed, pack, unpack
 from pipe.distributed.failure import Bulletin, LostContact, forget_frames
 from pipe.distributed.groups import Groups, close_at_exit
 from pipe.errors import PeerError, PipelineError
@@ -71,7 +71,7 @@ class DistributedTransport:
         self._size = groups.size
         self._shapes: dict[tuple[int, int, int], _Shape] = {}  # by edge and the call's shape number
         self._absent: dict[tuple[int, int, int], tuple[bool, ...]] = {}  # gradients that are None, as learnt
-        self._sending: dict[Lane, deque[tuple[Any, Tensor]]] = {}
+        self._sending: dict[Lane, deque[tuple[Any, Tensor, int]]] = {}
         self._awaited: dict[
             Lane, deque[tuple[Key, int]]
         ] = {}  # what a call's programs still receive, by lane
@@ -217,13 +217,14 @@ class DistributedTransport:
 
     def _post_send(self, lane: Lane, tensor: Tensor) -> None:
         group, _, destination = self._alive().lane(lane)
-        tensor = tensor.contiguous()
+        # A conjugate is a flag that no wire carries.
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
         try:
             work = group.send([tensor], destination, _PAYLOAD_TAGS[lane.value == ACTIVATION])
         except RuntimeError as error:
             raise self._lost(lane.destination, error) from None
         # gloo reads the tensor when the receiver is ready: it has to stay, and stay as it is.
-        self._sending.setdefault(lane, deque()).append((work, tensor))
+        self._sending.setdefault(lane, deque()).append((work, tensor, tensor._version))
         self._reap(lane, _SENDS_UNDER_WAY)
 
     def _post_receive(self, lane: Lane, tensor: Tensor) -> Callable[[], object]:
@@ -237,8 +238,9 @@ class DistributedTransport:
     def _reap(self, lane: Lane, leave: int) -> None:
         under_way = self._sending[lane]
         while len(under_way) > leave:
-            work, _ = under_way.popleft()
+            work, tensor, version = under_way.popleft()
             self._wait(work, lane.destination)
+            check_unwritten([tensor], [version])
 
     def _wait(self, work: Any, peer: int | None) -> None:
         try:
@@ -262,7 +264,7 @@ class DistributedTransport:
                 work = control.send([tensor], lane.destination, tag)
             except RuntimeError as error:
                 raise self._lost(lane.destination, error) from None
-            self._sending.setdefault(lane, deque()).append((work, tensor))
+            self._sending.setdefault(lane, deque()).append((work, tensor, tensor._version))
 
     def _receive_header(self, lane: Lane) -> Any:
         tag, control = _HEADER_TAGS[lane.value == ACTIVATION], self._alive().control
@@ -334,7 +336,14 @@ class DistributedTransport:
         assert layout is not None
         if self.rank != source:
             tensors = [torch.empty(m.shape, dtype=m.dtype, device=self._device) for m in metas]
-        return unpack([self.broadcast(tensor, source) for tensor in tensors], layout)
+        return unpack([self._broadcast_bytes(tensor, source) for tensor in tensors], layout)
+
+    def _broadcast_bytes(self, tensor: Tensor, source: int) -> Tensor:
+        """As `broadcast`, of any dtype: gloo knows a few only."""
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        if tensor.numel():
+            self.broadcast(tensor.reshape(-1).view(torch.uint8), source)
+        return tensor
 
     def all_gather_tensors(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         (tensor,) = tensors
