@@ -276,8 +276,8 @@ class Stage:
         else:
             if len(roots) != len(parcel.tensors):
                 raise PipelineError(
-                    f"{len(roots)} outputs of stage {self.index} want a gradient in microbatch {microbatch}, where "
-                    f"{len(parcel.tensors)} did in the first of its kind: which ones do must not depend on the data"
+                    f"{len(roots)} outputs of stage {self.index} want a gradient in microbatch {microbatch}, "
+                    f"and {len(parcel.tensors)} did in the first of its kind: this must not depend on data"
                 )
             pairs = [(r, g) for r, g in zip(roots, parcel.tensors, strict=True) if g is not None]
             roots, gradients = [r for r, _ in pairs], [g for _, g in pairs]
