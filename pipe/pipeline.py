@@ -190,7 +190,7 @@ class Pipeline:
         self._programs[resolved.chunks, True] = self._compile(self.plan)
         return Opening(
             options=str(options),
-            plan=self.plan.digest,
+            plan=f"{type(resolved.schedule).__name__} {self.plan.digest[:16]}",
             seed=torch.initial_seed() if seed is None else seed,
             seed_given=seed is not None,
             parameters=tuple(

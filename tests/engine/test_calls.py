@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -491,6 +493,19 @@ def test_a_plan_from_a_csv_file(workers: Workers, tmp_path: Path, lowered: bool)
 
 def follow(file: str) -> Any:
     return pipelined(MLP, f"schedule=csv({file})")
+
+
+def build_otherwise_on_rank_1() -> str:
+    """What a rank hears whose script picks another schedule than the others' does."""
+    schedule = schedules.GPipe() if os.environ["RANK"] == "1" else schedules.OneFOneB()
+    with pytest.raises(DisagreementError) as raised:
+        build("chunks=4", schedule=schedule)
+    return str(raised.value)
+
+
+def test_a_rank_with_another_plan_is_named(workers: Workers) -> None:
+    for said in workers.run(build_otherwise_on_rank_1, 3):
+        assert re.search(r"different plans: rank 0: 'OneFOneB .*rank 1: 'GPipe .*rank 2: 'OneFOneB", said)
 
 
 # ------------------------------------------------------------------------------- precision
