@@ -13,6 +13,7 @@ from schedules.action import Actions
 from schedules.bounds import lower_bound
 from schedules.dependencies import chain
 from schedules.errors import ScheduleError
+from schedules.family import FAMILY
 from schedules.greedy import Rule, construct, rules
 from schedules.instance import Instance, Objective
 from schedules.local_search import improve
@@ -139,12 +140,9 @@ def _named(instance: Instance, bound: float) -> list[Found]:
 
 
 def _schedules(problem: Problem) -> Iterator[tuple[str, Schedule]]:
-    from schedules.registry import SCHEDULES  # which has this one, too
-
     rounds = problem.num_stages // problem.ranks
-    for name, make in SCHEDULES.items():
-        if make is not Auto:
-            yield name, make(rounds) if "v" in make.__dataclass_fields__ else make()
+    for name, make in FAMILY.items():
+        yield name, make(rounds) if "v" in make.__dataclass_fields__ else make()
 
 
 def _least(bound: float, value: float) -> float:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+# An `Action`, as the tuple that it is: what makes errors comes after them.
+ActionTuple = tuple[int, str, int, "int | None"]
 
-if TYPE_CHECKING:
-    from schedules.action import Action
-
-Standing = tuple[int, int, "Action"]
+Standing = tuple[int, int, ActionTuple]
 """Where a rank stands: (rank, position in its program, the action there)."""
 
 
@@ -24,7 +22,7 @@ class ScheduleError(ValueError):
         *,
         rank: int | None = None,
         position: int | None = None,
-        action: Action | None = None,
+        action: ActionTuple | None = None,
         cycle: tuple[Standing, ...] | None = None,
         span: tuple[int, int] | None = None,
     ) -> None:

@@ -12,33 +12,14 @@ from typing import Any, cast
 
 from schedules.auto import Auto
 from schedules.csv_file import CSVFile
-from schedules.dualpipe_v import DualPipeV
 from schedules.errors import ScheduleError
-from schedules.gpipe import GPipe, LoopedBFS
-from schedules.interleaved import Interleaved
-from schedules.one_f_one_b import Eager1F1B, OneFOneB
+from schedules.family import FAMILY
 from schedules.schedule import Schedule
-from schedules.v_memory import VHalf, VMin
-from schedules.zb_v import ZBV
-from schedules.zero_bubble import ZBH1, ZBH2
 
 GROUP = "pipe.schedules"
 """The entry-point group by which other distributions add names, each a class or a function."""
 
-SCHEDULES: dict[str, type[Any]] = {
-    "gpipe": GPipe,
-    "1f1b": OneFOneB,
-    "eager_1f1b": Eager1F1B,
-    "interleaved": Interleaved,
-    "looped_bfs": LoopedBFS,
-    "zb_h1": ZBH1,
-    "zb_h2": ZBH2,
-    "zb_v": ZBV,
-    "v_half": VHalf,
-    "v_min": VMin,
-    "dualpipe_v": DualPipeV,
-    "auto": Auto,
-}
+SCHEDULES: dict[str, type[Any]] = {**FAMILY, "auto": Auto}
 """The named schedules: each can be made without arguments, and is tested by being here."""
 
 _BUILT_IN: dict[str, type[Any]] = {**SCHEDULES, "csv": CSVFile}
