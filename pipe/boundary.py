@@ -1,7 +1,7 @@
 """What crosses from one stage to the next: any pytree, packed as tensors and a layout."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -73,7 +73,7 @@ class Parcel:
         self.wants = wants
         self.works = works
         self.odd = odd
-        self.versions = [tensor._version for tensor in tensors if tensor is not None]
+        self.versions = [version_of(tensor) for tensor in tensors if tensor is not None]
 
     def check_unwritten(self) -> None:
         """Raises where the sender has written to a tensor since it gave it away."""
@@ -98,13 +98,32 @@ class Parcel:
         return Parcel(tensors, layout, self.wants, odd=self.odd)
 
 
+def _holds_tensor(thing: object, depth: int) -> bool:
+    if isinstance(thing, Tensor):
+        return True
+    if not depth or isinstance(thing, type):
+        return False
+    inside = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
+    inside += [getattr(thing, name, None) for name in getattr(thing, "__slots__", ())]
+    if isinstance(thing, Mapping):
+        inside += thing.values()
+    elif isinstance(thing, list | tuple | set | frozenset):
+        inside += thing
+    return any(_holds_tensor(value, depth - 1) for value in inside)
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that changes when a tensor is written to. Tensors made in inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def check_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     """Raises where a tensor was written to since it had a version.
 
     A layer that returns a workspace of its own writes to it again in the next microbatch, perhaps before the
     last one has left.
     """
-    if any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
+    if any(version_of(tensor) != version for tensor, version in zip(tensors, versions, strict=True)):
         raise PipelineError(
             "a stage's output was written to before it had left: a layer that returns a buffer of its own "
             "must return a copy of it"
@@ -134,8 +153,7 @@ def pack(value: Pytree) -> tuple[list[Tensor], Layout]:
 
 def _refuse_hidden_tensors(leaf: object) -> None:
     """A tensor inside of an object would cross as a plain value, and lose its gradient."""
-    inside = vars(leaf).values() if hasattr(leaf, "__dict__") and not isinstance(leaf, type) else ()
-    if any(isinstance(value, Tensor) for value in inside):
+    if not isinstance(leaf, int | float | str | bytes) and _holds_tensor(leaf, depth=3):
         raise TypeError(
             f"a {type(leaf).__name__} with tensors in it can't cross between stages: return a tuple or dict, "
             "or register the class with torch.utils._pytree (register_dataclass, register_pytree_node)"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipe.agreement import LossInfo
-from pipe.boundary import Pytree, check_unwritten, pack
+from pipe.boundary import Pytree, check_unwritten, pack, version_of
 from pipe.randomness import Seeds
 
 
@@ -19,7 +19,7 @@ class Prediction:
     def __init__(self, value: Pytree) -> None:
         self._value = value
         self._tensors = pack(value)[0]
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = [version_of(tensor) for tensor in self._tensors]
 
     def value(self) -> Pytree:
         check_unwritten(self._tensors, self._versions)

@@ -1,7 +1,7 @@
 """How a batch becomes microbatches, and how much each of them weighs."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -41,6 +41,8 @@ def cut(
     if pairs is not None:
         if inputs is not None or targets is not None:
             raise ValueError("give inputs and targets, or microbatches=, not both")
+        if not isinstance(pairs, Iterable):
+            raise TypeError(f"microbatches= takes (input, target) pairs, not {pairs!r}")
         listed = list(pairs)
         if not listed:
             raise ValueError("microbatches= is empty")

@@ -99,8 +99,8 @@ class Pipeline:
         self._closed: str | None = None
         self._calls = 0
         self._programs: dict[tuple[int, bool], dict[int, list[Step]]] = {}
-        # What the last stage's rank knows of the loss in steps (True) and in evaluations.
-        self._loss_info: dict[bool, LossInfo] = {}
+        # What the last stage's rank knows of the loss, in steps (True) and evaluations, by environment.
+        self._loss_info: dict[tuple[bool, int], LossInfo] = {}
         self._signatures, self._shapes = _Numbers(), _Numbers()
         if world > 1:
             transport = DistributedTransport(Groups(mesh, self._device, _timeout(options)), self._device)
@@ -144,6 +144,16 @@ class Pipeline:
         world: int,
     ) -> Opening:
         _check_callables(loss=loss, optimizer=optimizer, schedule=schedule)
+        for name, given in (
+            ("loss", loss),
+            ("optimizer", optimizer),
+            ("weight", self._weight),
+            ("split", self._split),
+        ):
+            if given is not None and not callable(given):
+                raise TypeError(f"{name}= takes a function, not {given!r}")
+        if seed is not None and not isinstance(seed, int):
+            raise TypeError(f"seed= takes a whole number, not {seed!r}")
         if isinstance(schedule, str):
             schedule = schedules.get(schedule)
         partitioners.check_model(model)
@@ -363,6 +373,7 @@ class Pipeline:
         for part in (inputs, targets):
             if part is not None and self._has_fixed_plan:
                 self._check_fixed(len(part), trains)
+        environment = self._signatures.of(self._environment())
         return Note(
             kind,
             inputs=cut.input_samples,
@@ -372,9 +383,9 @@ class Pipeline:
             cut_targets=None if cut.targets is None or predicts else len(cut.targets),
             call=self._calls,
             signatures=None if inputs is None else tuple(self._signatures.of(_signature(x)) for x in inputs),
-            environment=self._signatures.of(self._environment()),
+            environment=environment,
             weights=None if targets is None else tuple(cutting.weigh(targets, self._weight)),
-            loss=self._loss_info.get(trains),
+            loss=self._loss_info.get((trains, environment)),
         )
 
     @property
@@ -431,7 +442,7 @@ class Pipeline:
             mean = call.mean(call.losses)
             values = {name: call.mean(numbers) for name, numbers in _columns(call.metrics).items()}
             found = LossInfo(next(iter(call.losses.values())).dtype, tuple(values))
-            self._loss_info[call.trains] = found
+            self._loss_info[call.trains, self._signatures.of(self._environment())] = found
         info = call.loss_info
         if self._rank is None:
             info = found

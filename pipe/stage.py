@@ -105,6 +105,12 @@ class Stage:
         self._anchor = torch.empty(0, requires_grad=True)
         self._modules = list(module.modules())
         self._parameters = list(module.parameters())
+        self._buffers = [
+            (m, name)
+            for m in self._modules
+            if not isinstance(m, torch.jit.ScriptModule)
+            for name in m._buffers
+        ]
         self._written_buffers: set[tuple[nn.Module, str]] = {
             (m, name) for m in self._modules if isinstance(m, _NormBase) for name in m._buffers
         }
@@ -297,8 +303,8 @@ class Stage:
     def _buffer_versions(self) -> list[tuple[nn.Module, str, Tensor | None, int]]:
         return [
             (module, name, buffer, 0 if buffer is None else buffer._version)
-            for module in self._modules
-            for name, buffer in module._buffers.items()
+            for module, name in self._buffers
+            for buffer in [module._buffers.get(name)]
         ]
 
     def _note_written_buffers(self, before: list[tuple[nn.Module, str, Tensor | None, int]]) -> None:
@@ -309,12 +315,9 @@ class Stage:
 
     def _kept_buffers(self) -> list[Kept]:
         """Copies of the buffers that forwards write to; of all, before any forward has shown which."""
-        written = self._written_buffers if self._wants else self._buffers()
+        written = self._written_buffers if self._wants else self._buffers
         kept = ((module, name, module._buffers.get(name)) for module, name in written)
         return [Kept(module, name, None if value is None else value.clone()) for module, name, value in kept]
-
-    def _buffers(self) -> list[tuple[nn.Module, str]]:
-        return [(module, name) for module in self._modules for name in module._buffers]
 
     @contextmanager
     def _as_before(self, kept: Sequence[Kept]) -> Iterator[None]:

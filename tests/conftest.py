@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ import torch
 from workers import Workers
 
 torch.set_num_threads(1)
+# A shell starts background jobs with Ctrl-C ignored, which the processes of tests would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests of the engine use the plans and mutations that the tests of schedules are made of.
 sys.path.append(str(Path(__file__).parent / "schedules"))
 

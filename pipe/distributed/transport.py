@@ -14,7 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pipe
-from pipe.boundary import Form, Layout, Meta, Parcel, Pytree, check_unwritten, form_of, formed, pack, unpack
+from pipe.boundary import (
+    Form,
+    Layout,
+    Meta,
+    Parcel,
+    Pytree,
+    check_unwritten,
+    form_of,
+    formed,
+    pack,
+    unpack,
+    version_of,
+)
 from pipe.distributed.failure import Bulletin, LostContact, forget_frames
 from pipe.distributed.groups import Groups, close_at_exit
 from pipe.errors import PeerError, PipelineError
@@ -224,7 +236,7 @@ class DistributedTransport:
         except RuntimeError as error:
             raise self._lost(lane.destination, error) from None
         # gloo reads the tensor when the receiver is ready: it has to stay, and stay as it is.
-        self._sending.setdefault(lane, deque()).append((work, tensor, tensor._version))
+        self._sending.setdefault(lane, deque()).append((work, tensor, version_of(tensor)))
         self._reap(lane, _SENDS_UNDER_WAY)
 
     def _post_receive(self, lane: Lane, tensor: Tensor) -> Callable[[], object]:
@@ -264,7 +276,7 @@ class DistributedTransport:
                 work = control.send([tensor], lane.destination, tag)
             except RuntimeError as error:
                 raise self._lost(lane.destination, error) from None
-            self._sending.setdefault(lane, deque()).append((work, tensor, tensor._version))
+            self._sending.setdefault(lane, deque()).append((work, tensor, version_of(tensor)))
 
     def _receive_header(self, lane: Lane) -> Any:
         tag, control = _HEADER_TAGS[lane.value == ACTIVATION], self._alive().control
