@@ -153,8 +153,6 @@ def weigh(targets: Sequence[Pytree], weight: Weight | None) -> list[float]:
     Raises:
         ValueError: a weight that is negative or no finite number.
     """
-    if weight is not None and not callable(weight):
-        raise TypeError(f"weight= takes a function of a microbatch's target, not {weight!r}")
     weights = []
     for target in targets:
         value = samples(target) if weight is None else weight(target)

@@ -78,13 +78,12 @@ def test_a_gpu_where_there_is_none(device: Any) -> None:
 @pytest.mark.parametrize(
     ("weight", "error", "message"),
     [
-        (3.0, TypeError, r"weight= takes a function of a microbatch's target, not 3\.0"),
         (lambda target: None, TypeError, "weight= must return one number .*, not None"),
         (lambda target: target, TypeError, "weight= must return one number .*, not tensor"),
         (lambda target: -1, ValueError, r"weight= gave -1\.0 for microbatch 0; .* >= 0"),
         (lambda target: float("nan"), ValueError, "weight= gave nan for microbatch 0"),
     ],
-    ids=["a number", "returns None", "returns a vector", "returns -1", "returns nan"],
+    ids=["returns None", "returns a vector", "returns -1", "returns nan"],
 )
 def test_a_weight_is_a_function_that_returns_a_number(
     weight: Any, error: type[Exception], message: str
@@ -93,6 +92,12 @@ def test_a_weight_is_a_function_that_returns_a_number(
         for call in (pipeline.step, pipeline.evaluate):
             with pytest.raises(error, match=message):
                 call(*vectors(8, 0))
+
+
+@pytest.mark.parametrize("name", ["loss", "optimizer", "weight", "split"])
+def test_what_is_called_is_a_function(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}= takes a function, not 'mean'"):
+        build("ranks=2 chunks=4", **{name: "mean"})
 
 
 @pytest.mark.parametrize(
