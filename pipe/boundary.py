@@ -112,9 +112,9 @@ def _holds_tensor(thing: object, depth: int) -> bool:
     return any(_holds_tensor(value, depth - 1) for value in inside)
 
 
-def version_of(tensor: Tensor) -> int:
+def version_of(tensor: Tensor | None) -> int:
     """A number that changes when a tensor is written to. Tensors made in inference mode have none."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def check_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:

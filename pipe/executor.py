@@ -28,7 +28,7 @@ class Run:
         action, stage = self.program[self.position].action, self.program[self.position].stage
         layers = stage.layer_range
         return (
-            f"rank {self.rank}, stage {stage.index} (layers {layers.start}-{layers.stop}), "
+            f"rank {self.rank}, stage {stage.index} (layers {layers.start} to {layers.stop - 1}), "
             f"action {action} (position {self.position}), microbatch {action.microbatch}"
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pipe.boundary import ONE_TENSOR, Parcel, Pytree, pack, twin_of, unpack
+from pipe.boundary import ONE_TENSOR, Parcel, Pytree, pack, twin_of, unpack, version_of
 from pipe.call import Call, Prediction
 from pipe.deferral import Deferral, Deferred, add_weight_gradients
 from pipe.errors import PipelineError
@@ -155,9 +155,7 @@ class Stage:
         graph = keep is Keep.GRAPH or (keep is Keep.INPUT and wants is None)
         source = parcel
         if keep is Keep.INPUT:
-            source = self.admit(
-                parcel
-            )  # the layers may write to their input, and the backward needs it again
+            source = self.admit(parcel)  # layers may write to their input, and the backward needs it again
             versions, kept = self._buffer_versions(), self._kept_buffers()
         value = self._enter(source, caught) if graph else source.value()
         with (
@@ -182,8 +180,9 @@ class Stage:
         elif keep is Keep.INPUT:
             self._note_written_buffers(versions)
             self.saved[microbatch] = Saved([], [], parcel, kept)
+            wants = self._wants.setdefault(call.keys[microbatch], outgoing.wants if outgoing else ())
             if outgoing is not None:
-                outgoing.wants = self._wants.setdefault(call.keys[microbatch], outgoing.wants)
+                outgoing.wants = wants
         elif call.trains:
             self.saved[microbatch] = Saved([], [])
         return outgoing
@@ -301,16 +300,13 @@ class Stage:
     # ----------------------------------------------- buffers, under recomputation
 
     def _buffer_versions(self) -> list[tuple[nn.Module, str, Tensor | None, int]]:
-        return [
-            (module, name, buffer, 0 if buffer is None else buffer._version)
-            for module, name in self._buffers
-            for buffer in [module._buffers.get(name)]
-        ]
+        found = ((module, name, module._buffers.get(name)) for module, name in self._buffers)
+        return [(module, name, buffer, version_of(buffer)) for module, name, buffer in found]
 
     def _note_written_buffers(self, before: list[tuple[nn.Module, str, Tensor | None, int]]) -> None:
         for module, name, buffer, version in before:
             now = module._buffers.get(name)
-            if now is not buffer or (now is not None and now._version != version):
+            if now is not buffer or version_of(now) != version:
                 self._written_buffers.add((module, name))
 
     def _kept_buffers(self) -> list[Kept]:

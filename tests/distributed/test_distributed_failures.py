@@ -19,13 +19,13 @@ SOON = 15.0
 
 # place: where it must say that it happened
 IN_A_STEP = {
-    "forward": "rank 2, stage 2 (layers 4-6), action 2F1",
-    "backward": "rank 2, stage 2 (layers 4-6), action 2B1",
-    "loss": "rank 3, stage 3 (layers 6-8), action 3F1",
-    "forward_hook": "rank 2, stage 2 (layers 4-6), action 2F1",
-    "forward_pre_hook": "rank 2, stage 2 (layers 4-6), action 2F1",
-    "backward_hook": "rank 2, stage 2 (layers 4-6), action 2B1",
-    "parameter_hook": "rank 2, stage 2 (layers 4-6), action 2B1",
+    "forward": "rank 2, stage 2 (layers 4 to 5), action 2F1",
+    "backward": "rank 2, stage 2 (layers 4 to 5), action 2B1",
+    "loss": "rank 3, stage 3 (layers 6 to 7), action 3F1",
+    "forward_hook": "rank 2, stage 2 (layers 4 to 5), action 2F1",
+    "forward_pre_hook": "rank 2, stage 2 (layers 4 to 5), action 2F1",
+    "backward_hook": "rank 2, stage 2 (layers 4 to 5), action 2B1",
+    "parameter_hook": "rank 2, stage 2 (layers 4 to 5), action 2B1",
 }
 ELSEWHERE = {
     "weight": "rank 3 can't take part in step",

@@ -598,7 +598,7 @@ def test_an_error_in_a_layer_says_where_it_happened() -> None:
         with pytest.raises(ArithmeticError, match="told to") as caught:
             pipeline.step(*vectors(8, 0))
     said = " ".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
-    assert "rank 1, stage 1 (layers 2-4), action 1F0" in said and "microbatch 0" in said
+    assert "rank 1, stage 1 (layers 2 to 3), action 1F0" in said and "microbatch 0" in said
 
 
 def test_images_too() -> None:
