@@ -41,6 +41,7 @@ class Call:
         targets: for each microbatch, where this process has the last stage.
         predicts: keep the last stage's outputs instead of asking for a loss.
         loss_info: what all ranks know of the loss from earlier calls, if anything.
+        environment: this process's number for what else shapes its outputs (`Note.environment`).
     """
 
     trains: bool
@@ -52,6 +53,7 @@ class Call:
     targets: Sequence[Pytree] | None = None
     predicts: bool = False
     loss_info: LossInfo | None = None
+    environment: int = 0
     predictions: dict[int, Prediction] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, Mapping[str, Any]] = field(default_factory=dict)

@@ -54,12 +54,16 @@ def cut(
             None if inputs is None else list(split_by(inputs, chunks)),
             None if targets is None else list(split_by(targets, chunks)),
         )
-    return Cut(
-        None if inputs is None else split(inputs, min(chunks, samples(inputs))),
-        None if targets is None else split(targets, min(chunks, samples(targets))),
-        None if inputs is None else samples(inputs),
-        None if targets is None else samples(targets),
-    )
+    (input_rows, input_samples), (target_rows, target_samples) = _rows(inputs, chunks), _rows(targets, chunks)
+    return Cut(input_rows, target_rows, input_samples, target_samples)
+
+
+def _rows(batch: Pytree, chunks: int) -> tuple[Sequence[Pytree] | None, int | None]:
+    """A batch in microbatches, and its number of samples."""
+    if batch is None:
+        return None, None
+    count = samples(batch)
+    return split(batch, min(chunks, count)), count
 
 
 def samples(batch: Pytree) -> int:

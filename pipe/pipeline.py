@@ -357,6 +357,7 @@ class Pipeline:
             targets=cut.targets,
             predicts=predicts,
             loss_info=notes[last].loss,
+            environment=note.environment,
         )
         runs = [Run(rank, programs[rank]) for rank in self._local]
         for run in runs:
@@ -378,7 +379,7 @@ class Pipeline:
             kind,
             inputs=cut.input_samples,
             targets=cut.target_samples,
-            prints=(cutting.fingerprint(cut.inputs), None if predicts else cutting.fingerprint(cut.targets)),
+            prints=self._prints(cut, predicts),
             cut_inputs=None if cut.inputs is None else len(cut.inputs),
             cut_targets=None if cut.targets is None or predicts else len(cut.targets),
             call=self._calls,
@@ -387,6 +388,12 @@ class Pipeline:
             weights=None if targets is None else tuple(cutting.weigh(targets, self._weight)),
             loss=self._loss_info.get((trains, environment)),
         )
+
+    def _prints(self, cut: cutting.Cut, predicts: bool) -> tuple[int | None, int | None]:
+        """Fingerprints of inputs and targets, where there are other ranks to compare them with."""
+        if self._rank is None:
+            return None, None
+        return cutting.fingerprint(cut.inputs), None if predicts else cutting.fingerprint(cut.targets)
 
     @property
     def _has_fixed_plan(self) -> bool:
@@ -442,7 +449,7 @@ class Pipeline:
             mean = call.mean(call.losses)
             values = {name: call.mean(numbers) for name, numbers in _columns(call.metrics).items()}
             found = LossInfo(next(iter(call.losses.values())).dtype, tuple(values))
-            self._loss_info[call.trains, self._signatures.of(self._environment())] = found
+            self._loss_info[call.trains, call.environment] = found
         info = call.loss_info
         if self._rank is None:
             info = found

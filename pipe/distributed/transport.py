@@ -84,9 +84,8 @@ class DistributedTransport:
         self._shapes: dict[tuple[int, int, int], _Shape] = {}  # by edge and the call's shape number
         self._absent: dict[tuple[int, int, int], tuple[bool, ...]] = {}  # gradients that are None, as learnt
         self._sending: dict[Lane, deque[tuple[Any, Tensor, int]]] = {}
-        self._awaited: dict[
-            Lane, deque[tuple[Key, int]]
-        ] = {}  # what a call's programs still receive, by lane
+        # What a call's programs still receive, by lane.
+        self._awaited: dict[Lane, deque[tuple[Key, int]]] = {}
         self._posted: dict[Lane, deque[Parcel]] = {}  # of these, what is posted and not asked for yet
         _calm_gloo()
         close_at_exit(self)
