@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import subprocess
 import sys
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,21 +36,74 @@ def test_reads_settings_in_any_order() -> None:
 
 def test_defaults_print_as_nothing() -> None:
     assert str(Options.parse("checkpoint=never timeout=300 device_map=params")) == ""
-    assert Options.parse("") == Options()
+    assert Options.parse("amp=off zero=0 bucket_mb=25") == Options.parse("") == Options()
+
+
+def test_a_flag_is_a_setting() -> None:
+    options = Options.parse("amp=fp16 keep_batchnorm_fp32 chunks=5 zero_dp_2 offload")
+    assert options == Options(chunks=5, amp="fp16", keep_batchnorm_fp32=True, zero=2, offload="cpu")
+    assert str(options) == "chunks=5 amp=fp16 keep_batchnorm_fp32 zero=2 offload=cpu"
+    assert [Options.parse(f"zero_dp_{stage}") for stage in (1, 2, 3)] == [Options(zero=z) for z in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("dp=2", {"dp": 2}),
+        ("amp=bf16", {"amp": "bf16"}),
+        ("amp=fp16 loss_scale=dynamic", {"amp": "fp16", "loss_scale": "dynamic"}),
+        ("amp=fp16 loss_scale=1024", {"amp": "fp16", "loss_scale": 1024}),
+        (r"amp=bf16 keep_fp32=\.norm\d$|a=b", {"amp": "bf16", "keep_fp32": r"\.norm\d$|a=b"}),
+        (
+            "amp=bf16 keep_fp32=head, keep_batchnorm_fp32",
+            {"amp": "bf16", "keep_batchnorm_fp32": True, "keep_fp32": "head,"},
+        ),
+        ("offload=disk:/tmp/a=b zero=1", {"offload": "disk:/tmp/a=b", "zero": 1}),
+        ("zero=3 reduce_every=1 bucket_mb=.5", {"zero": 3, "reduce_every": 1, "bucket_mb": 0.5}),
+    ],
+)
+def test_reads_each_setting(text: str, fields: dict[str, Any]) -> None:
+    options = Options.parse(text)
+    assert options == Options(**fields) != Options()
+    assert Options.parse(str(options)) == options
 
 
 counts = st.none() | st.integers(1, 999_999_999)
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
-all_options = st.builds(
-    Options,
-    chunks=counts,
-    device_map=st.sampled_from(["params", "uniform"]),
-    ranks=counts,
-    schedule=st.sampled_from(["1f1b", "gpipe"]),
-    checkpoint=st.sampled_from(["never", "always", "except_last"]),
-    clip=st.none() | positive,
-    timeout=st.floats(0, 1e6, exclude_min=True),
-) | st.builds(Options, device_map=st.sampled_from(["0:0-5,1:5-10", "1:5-10,0:0-5"]), ranks=st.just(2))
+unspaced = st.text(min_size=1).filter(lambda text: not re.search(r"\s", text))
+anything = st.fixed_dictionaries(
+    {
+        "chunks": counts,
+        "device_map": st.sampled_from(["params", "uniform"]),
+        "ranks": counts,
+        "dp": counts,
+        "schedule": st.sampled_from(["1f1b", "gpipe"]),
+        "bucket_mb": positive,
+        "checkpoint": st.sampled_from(["never", "always", "except_last"]),
+        "clip": st.none() | positive,
+        "timeout": st.floats(0, 1e6, exclude_min=True),
+    }
+)
+half = {
+    "keep_batchnorm_fp32": st.booleans(),
+    "keep_fp32": st.none() | unspaced.map(re.escape) | st.sampled_from(["Norm$", "head,", r"a=b|\s"]),
+}
+amps = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries(
+        {"amp": st.just("fp16"), "loss_scale": st.none() | st.just("dynamic") | positive, **half}
+    ),
+    st.fixed_dictionaries({"amp": st.just("bf16"), **half}),
+)
+places = st.sampled_from([None, "cpu", True, False]) | unspaced.map(lambda folder: f"disk:{folder}")
+zeros = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries({"zero": st.just(1), "offload": places}),
+    st.fixed_dictionaries({"zero": st.sampled_from([2, 3]), "offload": places, "reduce_every": counts}),
+)
+all_options = st.builds(lambda *parts: Options(**ChainMap(*parts)), anything, amps, zeros) | st.builds(
+    Options, device_map=st.sampled_from(["0:0-5,1:5-10", "1:5-10,0:0-5"]), ranks=st.just(2)
+)
 
 
 @given(all_options)
@@ -132,18 +187,6 @@ clip=1 =5
        ^^
 a key is missing before the =
 
-amp=fp16
-^^^
-unknown key 'amp'
-
-zero=1
-^^^^
-unknown key 'zero'
-
-dp=2
-^^
-unknown key 'dp'
-
 tensorboard=runs
 ^^^^^^^^^^^
 unknown key 'tensorboard'
@@ -156,9 +199,193 @@ verbose chunks=4
 ^^^^^^^
 'verbose' is no flag
 
-zero_dp_1
+zero_dp_4
 ^^^^^^^^^
-'zero_dp_1' is no flag
+'zero_dp_4' is no flag, and settings are written key=value; did you mean 'zero_dp_3'?
+
+clip=1 zero_2
+       ^^^^^^
+'zero_2' is no flag, and settings are written key=value; did you mean zero=2?
+
+zero-dp-2
+^^^^^^^^^
+did you mean 'zero_dp_2'?
+
+zero-dp-2=1
+^^^^^^^^^
+unknown key 'zero-dp-2'; did you mean 'zero_dp_2'?
+
+keep_batchnorm
+^^^^^^^^^^^^^^
+did you mean 'keep_batchnorm_fp32'?
+
+fp16
+^^^^
+'fp16' is no flag, and settings are written key=value; did you mean amp=fp16?
+
+BF16=true
+^^^^
+unknown key 'BF16'; did you mean amp=bf16?
+
+cpu
+^^^
+did you mean offload=cpu?
+
+chunks:5
+^^^^^^^^
+did you mean chunks=5?
+
+keep_batchnorm_fp32_True
+^^^^^^^^^^^^^^^^^^^^^^^^
+did you mean 'keep_batchnorm_fp32'?
+
+amp=fp16 keep_batchnorm_fp32=true
+                            ^^^^^
+keep_batchnorm_fp32 is a flag: it takes no value
+
+amp=fp16 keep_batchnorm_fp32=
+                            ^
+keep_batchnorm_fp32 is a flag: it takes no value
+
+keep_batchnorm_fp32 =true
+^^^^^^^^^^^^^^^^^^^
+keep_batchnorm_fp32 is a flag: no = follows it
+
+zero_dp_2=2
+         ^^
+zero_dp_2 is a flag: it takes no value
+
+zero=1 offload =cpu
+       ^^^^^^^
+offload needs a value, and no space before the =
+
+zero= 2
+^^^^^
+nothing follows zero= (no space may stand there)
+
+chunks= offload
+^^^^^^^
+nothing follows chunks=
+
+dp
+^^
+dp needs a value
+
+dp=0
+   ^
+0 is too small
+
+dp=2 dp=3
+     ^^^^
+dp is given twice
+
+amp=fp-16
+    ^^^^^
+did you mean 'fp16'?
+
+amp=true
+    ^^^^
+amp takes one of: off, fp16, bf16
+
+amp=fp16 loss_scale=0
+                    ^
+0 is out of range
+
+amp=fp16 loss_scale=-2
+                    ^^
+loss_scale takes dynamic or a number over 0
+
+amp=fp16 loss_scale=dinamic
+                    ^^^^^^^
+'dinamic' is neither dynamic nor a number; did you mean 'dynamic'?
+
+amp=fp16 keep_fp32=norm(1|2
+                       ^
+re says: missing ), unterminated subpattern
+
+amp=fp16 keep_fp32=norm|*
+                        ^
+re says: nothing to repeat
+
+amp=fp16 keep_fp32=a{99999999999}
+                   ^^^^^^^^^^^^^^
+re says: the repetition number is too large
+
+amp=fp16 keep_fp32=Batch, Layer
+                         ^
+a value has no spaces in it
+
+zero=4
+     ^
+'4' isn't 0, 1, 2 or 3
+
+zero=two
+     ^^^
+zero takes 0, 1, 2 or 3; the flags zero_dp_1, zero_dp_2 and zero_dp_3 say the same
+
+zero=1 offload=disk:
+               ^^^^^
+disk lacks its directory
+
+zero=1 offload=disk
+               ^^^^
+disk lacks its directory
+
+zero=1 offload=ssd:/tmp
+               ^^^^^^^^
+'ssd:/tmp' is neither cpu nor disk:DIR
+
+bucket_mb=0
+          ^
+0 is out of range
+
+zero=2 reduce_every=0
+                    ^
+0 is too small
+
+zero_dp_2 zero_dp_3
+          ^^^^^^^^^
+zero_dp_2 and zero_dp_3 exclude each other
+
+zero_dp_2 zero_dp_2
+          ^^^^^^^^^
+zero_dp_2 is given twice
+
+zero=2 zero_dp_2
+       ^^^^^^^^^
+zero is given twice, as zero=2 and as zero_dp_2
+
+zero=1 offload offload=cpu
+               ^^^^^^^^^^^
+offload is given twice, as offload and as offload=cpu
+
+loss_scale=128
+           ^^^
+it needs amp=fp16, but amp is off
+
+amp=bf16 loss_scale=dynamic
+                    ^^^^^^^
+it needs amp=fp16, but amp is bf16
+
+chunks=5 keep_batchnorm_fp32
+         ^^^^^^^^^^^^^^^^^^^
+it needs amp=fp16 or amp=bf16, but amp is off
+
+keep_fp32=Norm amp=off
+          ^^^^
+it needs amp=fp16 or amp=bf16, but amp is off
+
+offload chunks=5
+^^^^^^^
+offload keeps the sharded optimizer's state elsewhere: it needs zero=1, 2 or 3 (zero_dp_1, ...), but zero is 0
+
+zero=0 offload=disk:/tmp
+               ^^^^^^^^^
+it needs zero=1, 2 or 3 (zero_dp_1, ...), but zero is 0
+
+zero_dp_1 reduce_every=1
+                       ^
+it needs zero=2 or 3 (zero_dp_2, zero_dp_3), but zero is 1
 
 device_map=0:0-5, 1:5-10
                  ^
@@ -260,13 +487,17 @@ def test_refuses_and_points_at_the_culprit(case: str) -> None:
     assert caught.value.text == text
 
 
-@pytest.mark.parametrize("key", ["amp", "zero", "dp", "offload", "tensorboard", "trace_every", "loss_scale"])
+@pytest.mark.parametrize("key", ["tensorboard", "trace_every"])
 def test_a_feature_to_come_is_not_mentioned(key: str) -> None:
     with pytest.raises(OptionError) as caught:
         Options.parse(f"{key}=1")
     message = str(caught.value).replace(f"'{key}'", "").replace(f"{key}=1", "")
     assert key not in message
-    assert "The keys: chunks, device_map, ranks, schedule, checkpoint, clip, timeout" in message
+    assert message.endswith(
+        "\nThe keys: chunks, device_map, ranks, dp, schedule, amp, loss_scale, keep_fp32, zero, offload, "
+        "bucket_mb, reduce_every, checkpoint, clip, timeout"
+        "\nThe flags: keep_batchnorm_fp32, zero_dp_1, zero_dp_2, zero_dp_3, offload"
+    )
 
 
 def test_the_caret_stands_right_below_in_any_text() -> None:
@@ -296,6 +527,22 @@ def test_an_error_travels_between_processes() -> None:
         ({"device_map": ""}, "nothing follows device_map="),
         ({"schedule": "csv(my plan.csv)"}, "a value has no spaces in it"),
         ({"device_map": "0:0-5,1:5-10", "ranks": 3}, "ranks=3\n          ^"),
+        ({"zero": True}, "zero=True\n         ^^^^"),
+        ({"dp": True}, "dp=True\n       ^^^^"),
+        ({"amp": None}, "amp=None\n        ^^^^"),
+        ({"amp": "fp16", "loss_scale": True}, "'True' is neither dynamic nor a number"),
+        ({"amp": "fp16", "keep_fp32": True}, "keep_fp32 takes a str, not True"),
+        ({"amp": "fp16", "keep_fp32": re.compile("a")}, "keep_fp32 takes a str, not re.compile('a')"),
+        ({"amp": "fp16", "keep_fp32": "("}, "keep_fp32=(\n              ^"),
+        ({"amp": "fp16", "keep_fp32": "a b"}, "a value has no spaces in it"),
+        ({"amp": "fp16", "keep_batchnorm_fp32": 1}, "keep_batchnorm_fp32 takes a bool, not 1"),
+        ({"amp": "fp16", "keep_batchnorm_fp32": "True"}, "keep_batchnorm_fp32 takes a bool, not 'True'"),
+        ({"zero": 1, "offload": 1}, "offload=1\n            ^"),
+        ({"offload": True}, "offload=cpu\n            ^^^"),
+        ({"keep_batchnorm_fp32": True}, "    keep_batchnorm_fp32\n    ^^^^^^^^^^^^^^^^^^^\n"),
+        ({"keep_fp32": "a", "zero": 2}, "keep_fp32 excepts layers from amp: it needs amp=fp16 or amp=bf16"),
+        ({"loss_scale": 2}, "loss_scale=2.0\n               ^^^"),
+        ({"reduce_every": 2}, "reduce_every is for gradients that are sharded: it needs zero=2 or 3"),
     ],
 )
 def test_fields_are_checked_as_the_string_is(fields: dict[str, Any], drawn: str) -> None:
@@ -308,6 +555,11 @@ def test_fields_become_what_the_string_would() -> None:
     options = Options(clip=1, timeout=60, device_map="1:5-10,0:0-5")
     assert (type(options.clip), type(options.timeout)) == (float, float)
     assert options.device_map == "0:0-5,1:5-10"
+    assert type(Options(amp="fp16", loss_scale=1024).loss_scale) is float
+    # As the flag would be; a script's own switch can be passed on as it is.
+    assert Options(zero=1, offload=True) == Options.parse("zero=1 offload")  # type: ignore[arg-type]
+    assert Options(offload=False).offload is None  # type: ignore[arg-type]
+    assert Options(keep_batchnorm_fp32=False) == Options()
 
 
 def test_a_replaced_field_is_shown_as_it_is_now() -> None:
@@ -326,6 +578,45 @@ def test_keywords_join_the_string() -> None:
     assert merge(Options(device_map="0:0-5,1:5-10"), device_map="1:5-10,0:0-5") == Options(
         device_map="0:0-5,1:5-10"
     )
+
+
+def test_what_needs_what_is_checked_after_they_have_met() -> None:
+    assert merge("zero=1", offload="cpu") == merge("offload", zero=1) == Options(zero=1, offload="cpu")
+    assert merge("zero_dp_1 offload", zero=1, offload=True) == Options(zero=1, offload="cpu")
+    assert merge("loss_scale=8 keep_batchnorm_fp32", amp="fp16", keep_batchnorm_fp32=True) == Options(
+        amp="fp16", loss_scale=8, keep_batchnorm_fp32=True
+    )
+    assert merge("offload", zero=1).text == "offload"
+    assert merge("zero=1", offload=False) == Options(zero=1)
+    with pytest.raises(OptionError, match=r"it needs zero=2 or 3 .*, but zero is 1") as caught:
+        merge("chunks=5 reduce_every=2", zero=1)
+    assert "    chunks=5 reduce_every=2\n                          ^\n" in str(caught.value)
+    with pytest.raises(OptionError, match="it needs amp=fp16") as caught:
+        merge("chunks=5", loss_scale="dynamic")
+    assert "    loss_scale=dynamic\n               ^^^^^^^\n" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "keywords", "message"),
+    [
+        ("zero_dp_2", {"zero": 3}, "zero is 2 here, but 3 as a keyword\n    zero_dp_2\n    ^^^^^^^^^\n"),
+        ("zero=0", {"zero": 1}, "zero is 0 here, but 1 as a keyword"),
+        ("zero=1 offload", {"offload": False}, "offload is cpu here, but False as a keyword"),
+        ("zero=1 offload", {"offload": "disk:a"}, "offload is cpu here, but disk:a as a keyword"),
+        ("amp=off", {"amp": "bf16"}, "amp is off here, but bf16 as a keyword"),
+        (
+            "amp=fp16 keep_batchnorm_fp32",
+            {"keep_batchnorm_fp32": False},
+            "keep_batchnorm_fp32 is True here, but False as a keyword",
+        ),
+        ("", {"zero_dp_2": True}, "unknown setting 'zero_dp_2'; did you mean zero=2?"),
+        ("", {"fp16": True}, "unknown setting 'fp16'; did you mean amp=fp16?"),
+    ],
+)
+def test_flags_may_not_contradict_either(text: str, keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        merge(text, **keywords)
+    assert message in str(caught.value)
 
 
 def test_keywords_may_not_contradict_the_string() -> None:
@@ -402,18 +693,104 @@ def test_points_at_what_the_model_cannot_do(case: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "world_size", "replicas", "ranks", "dp"),
+    [
+        # In one process nothing is to be filled up.
+        ("", 1, None, 1, 1),
+        ("dp=3", 1, None, 1, 3),
+        ("ranks=2", 1, None, 2, 1),
+        ("device_map=0:0-5,1:5-10 dp=3", 1, None, 2, 3),
+        ("", 1, 1, 1, 1),
+        # Else one says, and the world says the other.
+        ("", 4, None, 4, 1),
+        ("dp=1", 4, None, 4, 1),
+        ("dp=2", 4, None, 2, 2),
+        ("dp=4", 4, None, 1, 4),
+        ("ranks=2", 6, None, 2, 3),
+        ("ranks=2 dp=3", 6, None, 2, 3),
+        ("device_map=0:0-5,1:5-10", 4, None, 2, 2),
+        ("", 6, 2, 3, 2),
+        ("dp=2", 6, 2, 3, 2),
+        ("ranks=3", 6, 2, 3, 2),
+        ("", 6, 1, 6, 1),
+    ],
+)
+def test_ranks_times_replicas_is_the_world_size(
+    text: str, world_size: int, replicas: int | None, ranks: int, dp: int
+) -> None:
+    resolved = resolve(Options.parse(text), world_size=world_size, replicas=replicas)
+    assert (resolved.ranks, resolved.dp) == (ranks, dp)
+    assert resolved.device_map.ranks == ranks
+    assert resolved.chunks == 4 * ranks
+
+
+@pytest.mark.parametrize(
     ("text", "carets"),
     [
         ("ranks=3", "      ^"),
         ("clip=1 device_map=0:0-5,1:5-8,2:8-10", "                  ^^^^^^^^^^^^^^^^^^"),
     ],
 )
-def test_ranks_must_be_the_world_size(text: str, carets: str) -> None:
-    for world_size in (2, 4, 6):
+def test_ranks_must_fit_the_world_size(text: str, carets: str) -> None:
+    for world_size in (2, 4, 7):
         with pytest.raises(OptionError) as caught:
             resolve(Options.parse(text), world_size=world_size)
-        assert f"3 ranks on a world size of {world_size}: they must be equal" in str(caught.value)
+        assert f"3 ranks on a world size of {world_size}: it must be a multiple of 3" in str(caught.value)
         assert f"\n    {text}\n    {carets}\n" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "replicas", "message"),
+    [
+        (
+            "ranks=3 dp=2\n          ^",
+            4,
+            None,
+            "3 ranks x 2 replicas on a world size of 4: they must be equal "
+            "(or the world size 1, where one process runs every rank of every replica)",
+        ),
+        (
+            "ranks=2 dp=1\n          ^",
+            4,
+            None,
+            "2 ranks x 1 replica on a world size of 4: they must be equal",
+        ),
+        ("ranks=3\n          ^", 4, 2, "3 ranks x 2 replicas on a world size of 4: they must be equal"),
+        (
+            "clip=1 dp=3\n              ^",
+            4,
+            None,
+            "3 replicas on a world size of 4: it must be a multiple of 3",
+        ),
+        ("dp=8\n       ^", 4, None, "8 replicas on a world size of 4: it must be a multiple of 8"),
+        ("dp=2\n       ^", 4, 4, "dp is 2, but the mesh's dp dimension has 4 replicas"),
+        ("dp=2\n       ^", 1, 1, "dp is 2, but the mesh's dp dimension has 1 replica\n"),
+        ("chunks=5\ndp takes", 5, 2, "2 replicas on a world size of 5: it must be a multiple of 2"),
+    ],
+)
+def test_points_at_what_the_world_cannot_do(
+    text: str, world_size: int, replicas: int | None, message: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        resolve(Options.parse(text.split("\n")[0]), world_size=world_size, replicas=replicas)
+    assert f"\n    {text}" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_what_is_not_said_has_a_value_in_effect() -> None:
+    resolved = resolve(Options())
+    assert (resolved.amp, resolved.loss_scale, resolved.zero, resolved.offload) == ("off", None, 0, None)
+    assert (resolved.keep_batchnorm_fp32, resolved.keep_fp32) == (False, None)
+    assert (resolved.bucket_mb, resolved.reduce_every) == (25.0, 1)
+    assert resolve(Options(amp="fp16")).loss_scale == "dynamic"
+    assert resolve(Options(amp="bf16")).loss_scale is None
+
+
+def test_what_is_said_stays() -> None:
+    text = "amp=fp16 loss_scale=8.0 keep_batchnorm_fp32 keep_fp32=head zero=2 offload=cpu bucket_mb=1.0"
+    resolved = resolve(Options.parse(f"{text} reduce_every=2 checkpoint=always clip=1.0"))
+    said = {name: getattr(resolved, name) for name in KEYS if name not in ("device_map", "schedule")}
+    assert str(Options(**said)) == f"chunks=4 ranks=1 dp=1 {text} reduce_every=2 checkpoint=always clip=1.0"
 
 
 def test_a_map_of_too_many_ranks_is_the_maps_fault() -> None:
@@ -514,12 +891,19 @@ def test_nothing_else_may_say_otherwise(text: str, message: str, csv: schedules.
 
 
 def test_a_csv_must_fit_the_world(csv: schedules.CSVFile) -> None:
-    with pytest.raises(OptionError, match="2 ranks on a world size of 4"):
-        resolve(Options(), world_size=4, schedule=csv)
+    assert resolve(Options(), world_size=4, schedule=csv).dp == 2
+    with pytest.raises(OptionError, match="2 ranks on a world size of 5: it must be a multiple of 2"):
+        resolve(Options(), world_size=5, schedule=csv)
     text = f"schedule=csv({csv.path})"
-    with pytest.raises(OptionError, match="2 ranks on a world size of 4") as caught:
-        resolve(Options.parse(text), world_size=4)
+    with pytest.raises(OptionError, match="2 ranks on a world size of 5") as caught:
+        resolve(Options.parse(text), world_size=5)
     assert "^" * (len(text) - len("schedule=")) in str(caught.value)
+
+
+def test_beside_a_csv_object_only_dp_can_be_pointed_at(csv: schedules.CSVFile) -> None:
+    with pytest.raises(OptionError, match="2 ranks x 3 replicas on a world size of 4") as caught:
+        resolve(Options.parse("dp=3"), world_size=4, schedule=csv)
+    assert "    dp=3\n       ^\n" in str(caught.value)
 
 
 def test_a_csv_in_the_string_is_no_different(csv: schedules.CSVFile) -> None:
