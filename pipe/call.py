@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from pipe.agreement import LossInfo
 from pipe.boundary import Pytree, check_unwritten, pack, version_of
+from pipe.precision import LossScaler
 from pipe.randomness import Seeds
 
 
@@ -42,6 +43,7 @@ class Call:
         predicts: keep the last stage's outputs instead of asking for a loss.
         loss_info: what all ranks know of the loss from earlier calls, if anything.
         environment: this process's number for what else shapes its outputs (`Note.environment`).
+        scaler: of the loss, if it is scaled.
     """
 
     trains: bool
@@ -54,6 +56,7 @@ class Call:
     predicts: bool = False
     loss_info: LossInfo | None = None
     environment: int = 0
+    scaler: LossScaler | None = None
     predictions: dict[int, Prediction] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -82,13 +85,16 @@ class Call:
             }
 
     def factor(self, microbatch: int, loss: Tensor) -> Tensor:
-        """w_i / W, the gradient that a microbatch's backward begins with, on the loss's device."""
+        """w_i / W, times the loss scale: the gradient that a microbatch's backward begins with."""
         kind = (loss.dtype, loss.device)
         factors = self._factors.get(kind)
         if factors is None:
             # Divided in double precision, then rounded once, as `loss * (w / W)` does with Python's floats.
             exact = [weight / self.reference for weight in self.weights]
-            factors = self._factors[kind] = torch.tensor(exact, dtype=loss.dtype, device=loss.device)
+            factors = torch.tensor(exact, dtype=loss.dtype, device=loss.device)
+            if self.scaler is not None:
+                factors = factors * self.scaler.tensor(loss.device)
+            self._factors[kind] = factors
         return factors[microbatch]
 
     def mean(self, values: Mapping[int, Any]) -> Tensor:

@@ -14,9 +14,11 @@ from schedules import Action, F
 class Run:
     """One rank's way through its program in one call. It owns the rank's mailbox."""
 
-    def __init__(self, rank: int, program: Sequence[Step]) -> None:
+    def __init__(self, rank: int, program: Sequence[Step], call: Call, *, name: str = "") -> None:
         self.rank = rank
+        self.name = name or f"rank {rank}"
         self.program = program
+        self.call = call
         self.position = 0
         self.mailbox: dict[Key, Parcel] = {}
         self.live = 0  # microbatches whose forward has run on a stage and whose backward hasn't
@@ -24,17 +26,17 @@ class Run:
 
     def stands_at(self) -> str:
         if self.position >= len(self.program):
-            return f"rank {self.rank} is through its program"
+            return f"{self.name} is through its program"
         action, stage = self.program[self.position].action, self.program[self.position].stage
         layers = stage.layer_range
         return (
-            f"rank {self.rank}, stage {stage.index} (layers {layers.start} to {layers.stop - 1}), "
+            f"{self.name}, stage {stage.index} (layers {layers.start} to {layers.stop - 1}), "
             f"action {action} (position {self.position}), microbatch {action.microbatch}"
         )
 
 
-def execute(runs: Sequence[Run], transport: Transport, call: Call) -> None:
-    """Runs every rank of this process to the end of its program.
+def execute(runs: Sequence[Run], transport: Transport) -> None:
+    """Runs every rank of this process, of every replica, to the end of its program.
 
     A rank goes on until an action would wait; then the next rank has its turn, in a fixed order. A
     transport between processes waits itself, and there is one rank.
@@ -43,7 +45,7 @@ def execute(runs: Sequence[Run], transport: Transport, call: Call) -> None:
         PipelineError: an action without its inputs, a deadlock, or something left over at the end.
     """
     transport.begin(
-        (step.lane, step.gives, call.keys[step.microbatch])
+        (step.lane, step.gives, run.call.keys[step.microbatch])
         for run in runs
         for step in run.program
         if step.kind == Kind.RECEIVE
@@ -53,9 +55,14 @@ def execute(runs: Sequence[Run], transport: Transport, call: Call) -> None:
         moved = False
         for run in waiting:
             start, position, program, mailbox = run.position, run.position, run.program, run.mailbox
+            call = run.call
             try:
                 while position < len(program):
-                    kind, _, stage, microbatch, takes, gives, lane, keep, split, own = program[position]
+                    kind, _, stage, microbatch, takes, gives, lane, keep, split, own, is_ready, begin = (
+                        program[position]
+                    )
+                    if is_ready is not None and not is_ready():
+                        break
                     if kind == Kind.FORWARD:
                         parcel = _take(mailbox, takes)
                         if not call.trains or not call.weights[microbatch]:
@@ -84,6 +91,9 @@ def execute(runs: Sequence[Run], transport: Transport, call: Call) -> None:
                         if not transport.send(lane, takes, _look(mailbox, takes), call.keys[microbatch]):
                             break
                         del mailbox[takes]
+                    elif kind == Kind.COLLECTIVE:
+                        assert begin is not None
+                        begin()
                     else:
                         received = transport.receive(lane, gives, call.keys[microbatch])
                         if received is None:
@@ -122,11 +132,11 @@ def _look(mailbox: dict[Key, Parcel], key: Key) -> Parcel:
 
 def _check_clean(run: Run) -> None:
     if run.mailbox:
-        raise PipelineError(f"left over at the end of the call on rank {run.rank}: {next(iter(run.mailbox))}")
+        raise PipelineError(f"left over at the end of the call on {run.name}: {next(iter(run.mailbox))}")
     for stage in {step.stage.index: step.stage for step in run.program}.values():
         for saved, undone in ((stage.saved, "its backward"), (stage.deferred, "its weight gradient")):
             if saved:
                 forward = Action(stage.index, F, next(iter(saved)))
                 raise PipelineError(
-                    f"left over at the end of the call on rank {run.rank}: {forward} without {undone}"
+                    f"left over at the end of the call on {run.name}: {forward} without {undone}"
                 )

@@ -26,14 +26,25 @@ class Cut:
 
 
 def cut(
-    inputs: Pytree, targets: Pytree, pairs: Sequence[Any] | None, *, chunks: int, split_by: Split | None
-) -> Cut:
+    inputs: Pytree,
+    targets: Pytree,
+    pairs: Sequence[Any] | None,
+    *,
+    chunks: int,
+    split_by: Split | None,
+    replicas: int = 1,
+) -> list[Cut]:
     """A call's arguments in microbatches: as many as `chunks`, or as there are samples if those are fewer.
 
     Args:
         inputs, targets: the batch; None where the caller had none to give.
         pairs: instead of both, `(input, target)` pairs that are microbatches already.
         split_by: the user's way to cut, `(batch, microbatches) -> sequence`.
+        replicas: how many share what they are given. The rows of a batch are dealt out first, then cut; what
+            is cut already is dealt out in contiguous runs.
+
+    Returns:
+        What each replica gets.
 
     Raises:
         ValueError: a batch that can't be cut.
@@ -48,22 +59,46 @@ def cut(
             raise ValueError("microbatches= is empty")
         if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in listed):
             raise TypeError("microbatches= takes (input, target) pairs")
-        return Cut([x for x, _ in listed], [y for _, y in listed])
+        return _dealt([x for x, _ in listed], [y for _, y in listed], replicas)
     if split_by is not None:
-        return Cut(
-            None if inputs is None else list(split_by(inputs, chunks)),
-            None if targets is None else list(split_by(targets, chunks)),
+        return _dealt(
+            None if inputs is None else list(split_by(inputs, chunks * replicas)),
+            None if targets is None else list(split_by(targets, chunks * replicas)),
+            replicas,
         )
+    if replicas == 1:
+        return [_cut_rows(inputs, targets, chunks)]
+    pairs_of_shares = zip(shares(inputs, replicas), shares(targets, replicas), strict=True)
+    return [_cut_rows(x, y, chunks) for x, y in pairs_of_shares]
+
+
+def _cut_rows(inputs: Pytree, targets: Pytree, chunks: int) -> Cut:
     (input_rows, input_samples), (target_rows, target_samples) = _rows(inputs, chunks), _rows(targets, chunks)
     return Cut(input_rows, target_rows, input_samples, target_samples)
+
+
+def _dealt(inputs: Sequence[Any] | None, targets: Sequence[Any] | None, replicas: int) -> list[Cut]:
+    """Microbatches in contiguous runs, one a replica."""
+    for listed in (inputs, targets):
+        if listed is not None and len(listed) % replicas:
+            raise ValueError(
+                f"{len(listed)} microbatches for {replicas} replicas: all run the same number, so it must be "
+                f"a multiple of {replicas}"
+            )
+
+    def run(listed: Sequence[Any] | None, replica: int) -> Sequence[Any] | None:
+        size = 0 if listed is None else len(listed) // replicas
+        return None if listed is None else listed[replica * size : (replica + 1) * size]
+
+    return [Cut(run(inputs, replica), run(targets, replica)) for replica in range(replicas)]
 
 
 def _rows(batch: Pytree, chunks: int) -> tuple[Sequence[Pytree] | None, int | None]:
     """A batch in microbatches, and its number of samples."""
     if batch is None:
         return None, None
-    count = samples(batch)
-    return split(batch, min(chunks, count)), count
+    count = _length(batch)
+    return (split(batch, min(chunks, count)) if count else []), count
 
 
 def samples(batch: Pytree) -> int:
@@ -75,13 +110,18 @@ def samples(batch: Pytree) -> int:
     Raises:
         ValueError: no tensor has a dimension, two tensors have different lengths, or there are no samples.
     """
+    length = _length(batch)
+    if not length:
+        raise ValueError("the batch has no samples")
+    return length
+
+
+def _length(batch: Pytree) -> int:
     lengths = [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     if not lengths:
         raise ValueError(
             "the batch has no tensor to cut along dim 0; pass microbatches=, or split= to Pipeline"
         )
-    if min(lengths) == 0:
-        raise ValueError("the batch has no samples")
     if min(lengths) != max(lengths):
         raise ValueError(
             f"the tensors of the batch have different lengths along dim 0: {sorted(set(lengths))}"
@@ -98,6 +138,18 @@ def split(batch: Pytree, microbatches: int) -> Sequence[Pytree]:
     count = samples(batch)
     if count < microbatches:
         raise ValueError(f"{count} samples cannot fill {microbatches} microbatches")
+    return _parts(batch, microbatches)
+
+
+def shares(batch: Pytree, replicas: int) -> Sequence[Pytree]:
+    """As `split`, for the replicas of one process: some of which may get nothing."""
+    if batch is None:
+        return [None] * replicas
+    _length(batch)
+    return _parts(batch, replicas)
+
+
+def _parts(batch: Pytree, microbatches: int) -> Sequence[Pytree]:
     if isinstance(batch, Tensor):
         return batch.tensor_split(microbatches)
     leaves, spec = pytree.tree_flatten(batch)

@@ -2,15 +2,32 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
 import schedules
 from pipe.boundary import Parcel
 from pipe.errors import PipelineError
+from pipe.shards import Held, Holding
 from pipe.stage import Keep, Stage
-from pipe.transport import BATCH, Key, Lane
-from schedules import ACTIVATION, COMPUTE, GRADIENT, OPS, Action, B, F, I, Plan, W
+from pipe.transport import BATCH, Key, Lane, Place
+from schedules import (
+    ACTIVATION,
+    COLLECTIVES,
+    COMPUTE,
+    GRADIENT,
+    OPS,
+    REDUCE_GRAD,
+    RESHARD,
+    UNSHARD,
+    Action,
+    B,
+    F,
+    I,
+    Plan,
+    W,
+)
 
 
 class Kind(IntEnum):
@@ -22,6 +39,7 @@ class Kind(IntEnum):
     BACKWARD_WEIGHT = 3
     SEND = 4
     RECEIVE = 5
+    COLLECTIVE = 6
 
 
 _KINDS = {F: Kind.FORWARD, B: Kind.BACKWARD, I: Kind.BACKWARD_INPUT, W: Kind.BACKWARD_WEIGHT}
@@ -44,39 +62,104 @@ class Step(NamedTuple):
     keep: Keep = Keep.NOTHING
     split: bool = False
     own: Callable[[Parcel], Parcel] | None = None  # makes the input the stage's own
+    # Of data parallelism:
+    is_ready: Callable[[], bool] | None = None  # False: to be tried again after others moved on
+    begin: Callable[[], None] | None = None  # of a collective, which goes on beside what follows
 
 
-def compile_program(plan: Plan, rank: int, stages: Mapping[int, Stage], checkpoint: str) -> list[Step]:
+def compile_program(
+    plan: Plan,
+    rank: int,
+    stages: Mapping[int, Stage],
+    checkpoint: str,
+    *,
+    place: Place = Place(),  # noqa: B008 - a value
+    holding: Holding | None = None,
+) -> list[Step]:
     """A rank's program as the executor runs it.
+
+    Args:
+        holding: of the rank's parameters, where they are held for others.
 
     Raises:
         PipelineError: an action that the engine can't run.
     """
     actions = list(plan.programs[rank])
     splits = {(action.stage, action.microbatch) for action in actions if action.op == I}
-    return [
+    steps = [
         _compute(plan, rank, stages[action.stage], action, keep, (action.stage, action.microbatch) in splits)
-        if OPS[action.op].carries is None
-        else _transfer(plan, stages[action.stage], action)
+        if action.op in _KINDS
+        else _collective(stages[action.stage], action)
+        if action.op in COLLECTIVES
+        else _transfer(plan, stages[action.stage], action, place)
         for action, keep in zip(_checked(actions, rank, stages), _keeps(actions, checkpoint), strict=True)
     ]
+    if holding is not None:
+        _bind(steps, holding)
+    return steps
+
+
+def _collective(stage: Stage, action: Action) -> Step:
+    return Step(Kind.COLLECTIVE, action, stage, action.microbatch, begin=_nothing)
+
+
+def _bind(steps: list[Step], holding: Holding) -> None:
+    """Lets collectives do what they stand for, and computation wait for them."""
+    reduced = _reduced(steps, holding)
+    arriving = set()
+    for position, step in enumerate(steps):
+        op, stage = step.action.op, step.stage.index
+        if op == UNSHARD:
+            arriving.add(stage)
+            steps[position] = step._replace(begin=partial(holding.unshard, stage))
+        elif op == RESHARD:
+            steps[position] = step._replace(begin=partial(holding.reshard, stage))
+        elif op == REDUCE_GRAD:
+            steps[position] = step._replace(
+                begin=partial(holding.reduce, reduced[position]), is_ready=holding.may_reduce
+            )
+        elif op in COMPUTE and stage in arriving:
+            arriving.discard(stage)
+            steps[position] = step._replace(is_ready=partial(holding.has_arrived, stage))
+
+
+def _reduced(steps: Sequence[Step], holding: Holding) -> dict[int, list[Held]]:
+    """Which buckets are reduced at each REDUCE_GRAD, by position.
+
+    A bucket of parameters that two stages share waits for the later one's.
+    """
+    rounds: dict[int, list[int]] = {}
+    for position, step in enumerate(steps):
+        if step.action.op == REDUCE_GRAD:
+            rounds.setdefault(step.stage.index, []).append(position)
+    reduced: dict[int, list[Held]] = {position: [] for positions in rounds.values() for position in positions}
+    for held in holding.held:
+        for positions in zip(*(rounds[stage] for stage in held.bucket.stages), strict=True):
+            reduced[max(positions)].append(held)
+    return reduced
+
+
+def _nothing() -> None:
+    """Of a collective that concerns nobody: one replica has nothing to gather, nor to reduce."""
 
 
 def _checked(actions: Sequence[Action], rank: int, stages: Mapping[int, Stage]) -> Iterator[Action]:
     for action in actions:
         if action.stage not in stages:
             raise PipelineError(f"rank {rank} can't run {action}: it doesn't own stage {action.stage}")
-        if OPS[action.op].carries is None and action.op not in _KINDS:
+        if OPS[action.op].carries is None and action.op not in (*_KINDS, *COLLECTIVES):
             raise PipelineError(f"the engine doesn't know how to run {action}")
         yield action
 
 
-def _transfer(plan: Plan, stage: Stage, action: Action) -> Step:
+def _transfer(plan: Plan, stage: Stage, action: Action, place: Place) -> Step:
     spec = OPS[action.op]
     assert spec.carries is not None
     sender, receiver = schedules.route(action.op, action.stage, action.peer)
     key = Key(spec.carries, sender, receiver, action.microbatch)
-    lane = Lane(plan.placement[sender], plan.placement[receiver], spec.carries)
+    lane = Lane(
+        place.member(plan.placement[sender]), place.member(plan.placement[receiver]), spec.carries
+    )
     if spec.sends:
         return Step(Kind.SEND, action, stage, action.microbatch, takes=key, lane=lane)
     return Step(Kind.RECEIVE, action, stage, action.microbatch, gives=key, lane=lane)

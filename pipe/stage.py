@@ -15,7 +15,9 @@ from pipe.boundary import ONE_TENSOR, Parcel, Pytree, pack, twin_of, unpack, ver
 from pipe.call import Call, Prediction
 from pipe.deferral import Deferral, Deferred, add_weight_gradients
 from pipe.errors import PipelineError
+from pipe.precision import Precision
 from pipe.randomness import generators
+from pipe.shards import Holding
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
 
@@ -75,6 +77,7 @@ class Stage:
         index: the stage's index in layer order.
         module: its layers, under the names that they have in the unsplit model.
         first_layer: the index of its first layer in the unsplit model.
+        precision: what computes in half precision, where something does.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Stage:
         is_last: bool,
         device: torch.device,
         loss: Loss | None,
+        precision: Precision | None = None,
     ) -> None:
         self.index = index
         self.module = module
@@ -94,6 +98,8 @@ class Stage:
         self.is_last = is_last
         self.device = device
         self.loss = loss
+        self.holding: Holding | None = None  # of its parameters, where gradients aren't left to autograd
+        self._precision = precision
         self.layers = list(module._modules.values())  # `children()` leaves out a layer that stands twice
         self.layer_range = range(first_layer, first_layer + len(self.layers))
         self.saved: dict[int, Saved] = {}
@@ -123,8 +129,21 @@ class Stage:
         """What shapes the outputs beside the input: which parameters train, which modules are training."""
         return (*(p.requires_grad for p in self._parameters), *(m.training for m in self._modules))
 
+    def trained(self) -> tuple[bool, ...]:
+        """Which parameters train."""
+        return tuple([p.requires_grad for p in self._parameters])
+
     def admit(self, parcel: Parcel) -> Parcel:
-        """A copy of a microbatch that the layers may write to, on the stage's device."""
+        """A microbatch of the batch as the layers shall have it: theirs, on the stage's device, and lowered
+        where they compute in half precision.
+        """
+        copied = self._copy(parcel)
+        if self._precision is not None:
+            copied.tensors = [self._precision.lower(tensor) for tensor in copied.tensors]
+        return copied
+
+    def _copy(self, parcel: Parcel) -> Parcel:
+        """A copy that the layers may write to."""
         return Parcel(
             [twin_of(tensor, self.device) for tensor in parcel.tensors], parcel.layout, parcel.wants
         )
@@ -155,7 +174,7 @@ class Stage:
         graph = keep is Keep.GRAPH or (keep is Keep.INPUT and wants is None)
         source = parcel
         if keep is Keep.INPUT:
-            source = self.admit(parcel)  # layers may write to their input, and the backward needs it again
+            source = self._copy(parcel)  # layers may write to their input, and the backward needs it again
             versions, kept = self._buffer_versions(), self._kept_buffers()
         value = self._enter(source, caught) if graph else source.value()
         with (
@@ -201,6 +220,8 @@ class Stage:
 
     def _conclude(self, microbatch: int, output: Pytree, call: Call, keep: Keep) -> list[Tensor]:
         """The pipeline's end: keeps a prediction, or returns the loss as the backward's root."""
+        if self._precision is not None:
+            output = self._precision.raised(output)
         if call.predicts:
             call.predictions[microbatch] = Prediction(output)
             return []
@@ -243,6 +264,8 @@ class Stage:
         """
         saved = self._restored(microbatch, call, split=False)
         self._run_backward(microbatch, saved, parcel, call)
+        if self.holding is not None:
+            self.holding.collect(self.index, microbatch, leave=True)
         return Parcel(saved.gradients)
 
     def backward_input(self, microbatch: int, parcel: Parcel | None, call: Call) -> Parcel:
@@ -252,6 +275,8 @@ class Stage:
         if saved.roots and not deferred.uses:
             self._count_whole_backward()
         self.deferred[microbatch] = deferred
+        if self.holding is not None:
+            self.holding.collect(self.index, microbatch, leave=False)
         return Parcel(saved.gradients)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -260,6 +285,8 @@ class Stage:
         if deferred is None:
             raise PipelineError(f"there is no I of microbatch {microbatch} on stage {self.index} to finish")
         add_weight_gradients(deferred)
+        if self.holding is not None:
+            self.holding.collect(self.index, microbatch, leave=True)
 
     def _restored(self, microbatch: int, call: Call, *, split: bool) -> Saved:
         """What the forward saved; under activation checkpointing, after running it again."""

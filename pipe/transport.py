@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from pipe.across import Across, Alone, Board, InProcessAcross
 from pipe.boundary import Parcel, Pytree
 from pipe.errors import PipelineError
 
@@ -30,19 +31,48 @@ class Key(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A channel: one directed pair of ranks and one kind of value, first in, first out."""
+    """A channel: one directed pair of members (`Place`) and one kind of value, first in, first
+    out.
+    """
 
     source: int
     destination: int
     value: str
 
 
-class Transport(Protocol):
-    """Point to point and collectives, between the ranks of one pipeline.
+class Place(NamedTuple):
+    """Which of how many replicas a rank is in.
 
-    Collectives take one item for each rank that lives in this process and return one for each rank of the
-    pipeline.
+    Ranks of all replicas together are members of the pipeline, numbered as in a mesh ("pp", "dp").
     """
+
+    replica: int = 0
+    replicas: int = 1
+
+    def member(self, rank: int) -> int:
+        """A rank of this replica among all members."""
+        return rank * self.replicas + self.replica
+
+    def name(self, rank: int) -> str:
+        """A rank of this replica in words."""
+        return f"rank {rank}" if self.replicas == 1 else f"rank {rank} of replica {self.replica}"
+
+
+def member_name(replicas: int, member: int) -> str:
+    """A member in words."""
+    rank, replica = divmod(member, replicas)
+    return Place(replica, replicas).name(rank)
+
+
+class Transport(Protocol):
+    """Point to point and collectives, between the members (ranks of all replicas) of one pipeline.
+
+    Collectives take what this process has to say and return what all say, in the order of the members: in
+    one process what they were given.
+    """
+
+    size: int
+    """How many processes take part."""
 
     def begin(self, receives: Iterable[tuple[Lane, Key, int]]) -> None:
         """Begins a call in which this process will receive these messages, in order; `shape` as in `send`."""
@@ -77,13 +107,16 @@ class Transport(Protocol):
         """Every rank's item on rank 0, None elsewhere; picklable, of any size."""
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Rank `source`'s tensor, on every rank; the others pass one of its shape, to be written to."""
+        """Member `source`'s tensor, everywhere; the others pass one of its shape, to be written to."""
 
     def all_gather_tensors(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Every rank's 1-d tensor, of the length that `sizes` says, on every rank."""
+        """Every member's 1-d tensor, of the length that `sizes` says, everywhere."""
 
     def broadcast_value(self, value: Pytree, source: int) -> Pytree:
-        """A pytree of rank `source`, on every rank; what the others pass is ignored."""
+        """A pytree of member `source`, in its replica; what the others pass is ignored."""
+
+    def across(self, member: int) -> Across:
+        """The replicas of a member's rank."""
 
     def fail(self, error: BaseException, where: str) -> BaseException | None:
         """Tells the other ranks; returns what to raise instead, where another rank failed first."""
@@ -93,18 +126,26 @@ class Transport(Protocol):
 
 
 class InProcess:
-    """All ranks in one process: a send is a copy.
+    """All members in one process: a send is a copy.
 
     Args:
-        devices: each rank's device; by default the sender's.
+        devices: each member's device; by default the sender's.
+        replicas: how many the members are of.
         strict: rendezvous semantics, under which a send blocks until its receiver stands at the matching
             receive, and
             a receive until its sender stands at the matching send: what completes here completes on any
                 transport.
     """
 
-    def __init__(self, devices: Sequence[torch.device] = (), *, strict: bool = False) -> None:
+    size = 1
+
+    def __init__(
+        self, devices: Sequence[torch.device] = (), *, replicas: int = 1, strict: bool = False
+    ) -> None:
         self.strict = strict
+        self._replicas = replicas
+        self._boards: dict[int, Board] = {}
+        self._across: dict[int, Across] = {}
         self._devices = devices
         self._queues: dict[Lane, deque[tuple[Key, Parcel]]] = {}
         self._offers: dict[Lane, Key] = {}  # strict: sends that stand and wait
@@ -152,6 +193,8 @@ class InProcess:
         self._queues.clear()
         self._offers.clear()
         self._taken.clear()
+        for board in self._boards.values():
+            board.clear()
 
     def forget_shapes(self) -> None:
         """Nothing is learnt here: a copy needs no description."""
@@ -170,6 +213,13 @@ class InProcess:
 
     def broadcast_value(self, value: Pytree, source: int) -> Pytree:
         return value
+
+    def across(self, member: int) -> Across:
+        if member not in self._across:
+            rank, replica = divmod(member, self._replicas)
+            board = self._boards.setdefault(rank, Board(self._replicas))
+            self._across[member] = Alone() if self._replicas == 1 else InProcessAcross(board, replica)
+        return self._across[member]
 
     def fail(self, error: BaseException, where: str) -> BaseException | None:
         self.reset()

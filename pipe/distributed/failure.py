@@ -40,8 +40,11 @@ class Bulletin:
     no report turns up, those whom others waited for and who posted nothing themselves are to blame.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float, name: Callable[[int], str]
+    ) -> None:
         self._store = store
+        self._name = name
         self._rank = rank
         self._size = size
         self._timeout = timeout
@@ -90,16 +93,19 @@ class Bulletin:
         waited_for = {peer for peer, _ in lost.values()}
         blamed = [rank for rank in missing if rank in waited_for or _ANYONE in waited_for]
         if not blamed:
-            return f"ranks {sorted(lost)} lost contact with each other, and none of them failed"
+            return f"{self._names(sorted(lost))} lost contact with each other, and none of them failed"
         if self._try(lambda: self._store.add("verdicts", 1), 0) == 1:
             self._try(lambda: self._store.add("blamed", len(blamed)), 0)
         if left:
-            return "; ".join(f"rank {rank} {word}" for rank, word in left.items())
-        who = f"rank {blamed[0]}" if len(blamed) == 1 else f"ranks {', '.join(map(str, blamed))}"
+            return "; ".join(f"{self._name(rank)} {word}" for rank, word in left.items())
+        who = self._names(blamed)
         # Where one rank runs out of time and hangs up, others see their connections break.
         if any(silent for _, silent in lost.values()):
             return f"{who} gave no sign of life for {self._timeout:g} s (timeout={self._timeout:g})"
         return f"{who} ended without a word: killed?"
+
+    def _names(self, ranks: list[int]) -> str:
+        return ", ".join(map(self._name, ranks))
 
     def _lost(self) -> dict[int, tuple[int, bool]]:
         found = {}

@@ -16,30 +16,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipe.agreement import digest
 from pipe.errors import PeerError
-from pipe.transport import Lane
+from pipe.transport import Lane, member_name
 
 # The pipelines over some ranks are numbered alike on all of them, since all construct them in the same order.
 _serials: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
 
 
 def world_size(mesh: DeviceMesh | None) -> int:
-    """How many processes a pipeline would span; 1 means that it lives in this one.
+    """How many processes a pipeline would span, all replicas together; 1 means that it lives in this one.
 
     Raises:
-        ValueError: a mesh without a `pp` dimension, or with a `dp` dimension of more than one.
+        ValueError: a mesh without a `pp` dimension.
     """
     if mesh is not None:
         names = mesh.mesh_dim_names or ()
         if "pp" not in names:
             raise ValueError(f"mesh= needs a dimension named 'pp'; it has {list(names)}")
-        if "dp" in names and mesh["dp"].size() > 1:
-            raise ValueError(
-                f"mesh= has {mesh['dp'].size()} replicas (dimension 'dp'); data parallelism isn't there yet"
-            )
-        return mesh["pp"].size()
+        return mesh["pp"].size() * (mesh_replicas(mesh) or 1)
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def mesh_replicas(mesh: DeviceMesh | None) -> int | None:
+    """The size of a mesh's `dp` dimension, 1 where it has none; None without a mesh."""
+    if mesh is None:
+        return None
+    return mesh["dp"].size() if "dp" in (mesh.mesh_dim_names or ()) else 1
 
 
 def checked_device(device: torch.device | str | None, world: int) -> torch.device:
@@ -59,7 +62,9 @@ def checked_device(device: torch.device | str | None, world: int) -> torch.devic
 
 
 class Groups:
-    """The process groups of one pipeline, and this process's rank in it.
+    """The process groups of one pipeline, and which member (`pipe.transport.Place`) this process is in it.
+
+    A world without a mesh is laid out as a mesh ("pp", "dp") would be: the replicas of a rank are neighbours.
 
     They are made apart from torch's registry of groups, on a store prefix of their own: closing them wakes
     whoever waits in them and disturbs nobody else, and other pipelines of the same world aren't asked.
@@ -75,12 +80,13 @@ class Groups:
             dist.init_process_group("gloo" if self._on_cpu else "cpu:gloo,cuda:nccl", timeout=self._timeout)
             atexit.register(_leave_world)
         members = _members(mesh)
-        self.rank = members.index(dist.get_rank())
+        self.member = members.index(dist.get_rank())
         self.size = len(members)
+        self.replicas = 1  # until `open` says more
         scope = f"pipe/{digest(members)}/{next(_serials[tuple(members)])}"
         self.store = PrefixStore(scope, dist.distributed_c10d._get_default_store())
         everyone = range(self.size)
-        self.store.set(f"here/{self.rank}", "")
+        self.store.set(f"here/{self.member}", "")
         try:
             self.control = self._gloo("control", everyone)
         except RuntimeError as error:
@@ -90,16 +96,29 @@ class Groups:
         # On CPUs one gloo group serves everything: each group costs threads, which spin.
         self.data = self.control if self._on_cpu else self._nccl("data", everyone)
         self._lanes: dict[Lane, tuple[Any, int, int]] = {}
+        self.within = self.data  # the ranks of this replica
+        self.across: Any = None  # under NCCL, the replicas of this rank
 
-    def open(self, lanes: Sequence[Lane]) -> None:
-        """Gives every channel of this rank its communicator, in an order that is the same on all ranks.
+    def name(self, member: int) -> str:
+        """A member in words."""
+        return member_name(self.replicas, member)
+
+    def open(self, lanes: Sequence[Lane], replicas: int) -> None:
+        """Gives every channel of this member its communicator, in an order that is the same everywhere.
 
         Under NCCL each channel is a communicator of its own: one shared by both directions would run their
         transfers in the order of posting and close cycles. gloo keeps channels apart by tag.
         """
+        self.replicas = replicas
+        if replicas > 1:
+            rank, replica = divmod(self.member, replicas)
+            inside = range(replica, self.size, replicas)
+            self.within = (self._gloo if self._on_cpu else self._nccl)(f"replica-{replica}", inside)
+            if not self._on_cpu:
+                self.across = self._nccl(f"rank-{rank}", range(rank * replicas, (rank + 1) * replicas))
         for lane in sorted(lanes):
             ends = sorted((lane.source, lane.destination))
-            if self.rank not in ends:
+            if self.member not in ends:
                 continue
             if self._on_cpu:
                 self._lanes[lane] = (self.control, lane.source, lane.destination)
@@ -120,22 +139,23 @@ class Groups:
         groups = [group for group, _, _ in self._lanes.values()]
         self._lanes.clear()
         if not self._on_cpu:
-            for group in {id(group): group for group in (*groups, self.data)}.values():
+            groups += [group for group in (self.data, self.within, self.across) if group is not None]
+            for group in {id(group): group for group in groups}.values():
                 group.abort()
-        del groups, self.data, self.control
+        del groups, self.data, self.control, self.within, self.across
 
     # A ProcessGroupGloo is built as new_group would build it. new_group itself names a group after its
     # members: a second pipeline of the same ranks would find the first one's addresses in the store.
 
     def _gloo(self, name: str, members: Sequence[int]) -> Any:
         store = PrefixStore(name, self.store)
-        return dist.ProcessGroupGloo(store, members.index(self.rank), len(members), self._timeout)
+        return dist.ProcessGroupGloo(store, members.index(self.member), len(members), self._timeout)
 
     def _nccl(self, name: str, members: Sequence[int]) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         store = PrefixStore(name, self.store)
-        return dist.ProcessGroupNCCL(store, members.index(self.rank), len(members), options)
+        return dist.ProcessGroupNCCL(store, members.index(self.member), len(members), options)
 
 
 class Closing(Protocol):
@@ -165,6 +185,13 @@ def _leave_world() -> None:
 
 
 def _members(mesh: DeviceMesh | None) -> list[int]:
+    """The global ranks of a pipeline's members, in their order."""
     if mesh is None:
         return list(range(dist.get_world_size()))
-    return list(dist.get_process_group_ranks(mesh.get_group("pp")))
+    names, here = mesh.mesh_dim_names, mesh.get_coordinate()
+    assert names is not None and here is not None
+    # What this process's other coordinates (a tensor-parallel one, say) leave of the mesh.
+    left = mesh.mesh[tuple(slice(None) if n in ("pp", "dp") else at for n, at in zip(names, here, strict=True))]
+    if "dp" in names and names.index("dp") < names.index("pp"):
+        left = left.t()
+    return [int(rank) for rank in left.reshape(-1)]

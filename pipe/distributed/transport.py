@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pipe
+from pipe.across import Across
 from pipe.boundary import (
     Form,
     Layout,
@@ -27,6 +28,7 @@ from pipe.boundary import (
     unpack,
     version_of,
 )
+from pipe.distributed.across import DistributedAcross
 from pipe.distributed.failure import Bulletin, LostContact, forget_frames
 from pipe.distributed.groups import Groups, close_at_exit
 from pipe.errors import PeerError, PipelineError
@@ -73,14 +75,18 @@ class _Shape(NamedTuple):
 
 
 class DistributedTransport:
-    """The transport of a rank that is a process of its own."""
+    """The transport of a member that is a process of its own."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
-        self.rank = groups.rank
+        self.member = groups.member
+        self.size = groups.size
         self._groups: Groups | None = groups
         self._device = device
-        self._bulletin = Bulletin(groups.store, groups.rank, groups.size, groups.timeout)
-        self._size = groups.size
+        self._bulletin = Bulletin(
+            groups.store, groups.member, groups.size, groups.timeout, groups.name
+        )
+        self.name = groups.name
+        self._across: DistributedAcross | None = None
         self._shapes: dict[tuple[int, int, int], _Shape] = {}  # by edge and the call's shape number
         self._absent: dict[tuple[int, int, int], tuple[bool, ...]] = {}  # gradients that are None, as learnt
         self._sending: dict[Lane, deque[tuple[Any, Tensor, int]]] = {}
@@ -90,16 +96,17 @@ class DistributedTransport:
         _calm_gloo()
         close_at_exit(self)
 
-    def open(self, lanes: Sequence[Lane]) -> None:
-        """Connects every pair once, in the same order on all ranks."""
+    def open(self, lanes: Sequence[Lane], replicas: int) -> None:
+        """Connects every pair once, in the same order everywhere."""
         groups = self._alive()
-        groups.open(lanes)
+        groups.open(lanes, replicas)
+        _calm_gloo()
         hello = torch.zeros(1, device=self._device)
         for lane in sorted(lanes):
-            if self.rank == lane.source:
+            if self.member == lane.source:
                 self._post_send(lane, hello)
                 self._reap(lane, 0)
-            elif self.rank == lane.destination:
+            elif self.member == lane.destination:
                 self._post_receive(lane, hello)()
 
     # ------------------------------------------------------------ point to point
@@ -260,7 +267,7 @@ class DistributedTransport:
             raise self._lost(peer, error) from None
 
     def _lost(self, peer: int | None, error: Exception) -> LostContact:
-        who = "the other ranks" if peer is None else f"rank {peer}"
+        who = "the other ranks" if peer is None else self.name(peer)
         return LostContact(
             f"lost contact with {who}: {error}", peer, silent="timed out" in str(error).lower()
         )
@@ -303,7 +310,7 @@ class DistributedTransport:
         return [part.numpy().tobytes() for part in self._gather_equal(mine, self._alive().control)]
 
     def _gather_equal(self, mine: Tensor, group: Any) -> list[Tensor]:
-        parts = [torch.empty_like(mine) for _ in range(self._size)]
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
         try:
             group.allgather([parts], [mine]).wait()
         except RuntimeError as error:
@@ -316,7 +323,7 @@ class DistributedTransport:
         lengths = self.all_gather([len(data)])
         control = self._alive().control
         try:
-            if self.rank != 0:
+            if self.member != 0:
                 control.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], 0, _GATHER_TAG).wait()
                 return None
             found = [item]
@@ -330,22 +337,30 @@ class DistributedTransport:
 
     # ------------------------------------------------------- collectives of tensors
 
+    def across(self, member: int) -> Across:
+        if self._across is None:
+            self._across = DistributedAcross(self._alive(), self._wait)
+        return self._across
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        return self._broadcast(tensor, source, self._alive().data, source)
+
+    def _broadcast(self, tensor: Tensor, source: int, group: Any, root: int) -> Tensor:
         tensor = tensor.contiguous()
         options = dist.BroadcastOptions()
-        options.rootRank = source
+        options.rootRank = root
         try:
-            self._alive().data.broadcast([tensor], options).wait()
+            group.broadcast([tensor], options).wait()
         except RuntimeError as error:
             raise self._lost(source, error) from None
         return tensor
 
     def broadcast_value(self, value: Pytree, source: int) -> Pytree:
-        tensors, layout = pack(value) if self.rank == source else ([], None)
+        tensors, layout = pack(value) if self.member == source else ([], None)
         described = self.all_gather([(layout, [Meta.of(tensor) for tensor in tensors])])
         layout, metas = described[source]
         assert layout is not None
-        if self.rank != source:
+        if self.member != source:
             tensors = [torch.empty(m.shape, dtype=m.dtype, device=self._device) for m in metas]
         return unpack([self._broadcast_bytes(tensor, source) for tensor in tensors], layout)
 
@@ -353,7 +368,9 @@ class DistributedTransport:
         """As `broadcast`, of any dtype: gloo knows a few only."""
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
         if tensor.numel():
-            self.broadcast(tensor.reshape(-1).view(torch.uint8), source)
+            groups = self._alive()
+            flat = tensor.reshape(-1).view(torch.uint8)
+            self._broadcast(flat, source, groups.within, source // groups.replicas)
         return tensor
 
     def all_gather_tensors(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
@@ -403,7 +420,7 @@ class DistributedTransport:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        groups, self._groups = self._groups, None
+        groups, self._groups, self._across = self._groups, None, None
         if groups is not None:
             groups.close()
 

@@ -1,0 +1,144 @@
+"""One copy of the whole pipeline, as far as it lives in this process: its stages, and how it holds parameters."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import partitioners
+from partitioners import DeviceMap
+from pipe.across import Across
+from pipe.buckets import Entry, arrange
+from pipe.offload import Home
+from pipe.optimizers import Named
+from pipe.precision import Precision
+from pipe.shards import Held, Holding, Sharding
+from pipe.stage import Loss, Stage
+from pipe.transport import Place
+
+
+class Replica:
+    """A model, cut into stages.
+
+    Args:
+        model: the whole model, of which the stages of this process's ranks are used.
+        rank: whose stages; None for all.
+        devices: of each rank.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        model: nn.Sequential,
+        device_map: DeviceMap,
+        *,
+        rank: int | None,
+        devices: Sequence[torch.device],
+        loss: Loss | None,
+        precision: Precision | None,
+    ) -> None:
+        self.place = place
+        self.named: Named = list(model.named_parameters())
+        self.holdings: dict[int, Holding] = {}
+        self.stages: dict[int, Stage] = {}
+        self._placement = device_map.placement
+        self._first, self._last = device_map.placement[0], device_map.placement[-1]
+        for index, module in partitioners.split(model, device_map, rank).items():
+            device, is_last = devices[device_map.placement[index]], index == len(device_map.stages) - 1
+            if precision is not None:
+                precision.prepare(module, is_end=is_last)
+            self.stages[index] = Stage(
+                index,
+                module.to(device),
+                first_layer=device_map.stages[index].start,
+                is_first=index == 0,
+                is_last=is_last,
+                device=device,
+                loss=loss,
+                precision=precision,
+            )
+
+    def member(self, rank: int) -> int:
+        return self.place.member(rank)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of all stages, outer ones first."""
+        for stage in self.stages.values():
+            yield from stage.module.modules()
+
+    def parameters_of(self, rank: int) -> dict[int, tuple[int, ...]]:
+        """Which parameters a rank's stages have, by their number in the unsplit model, and in which stages."""
+        stages: dict[int, list[int]] = {}
+        for index, stage in self.stages.items():
+            if self._placement[index] == rank:
+                for parameter in stage.module.parameters():
+                    stages.setdefault(id(parameter), []).append(index)
+        return {
+            number: tuple(stages[id(parameter)])
+            for number, (_, parameter) in enumerate(self.named)
+            if id(parameter) in stages
+        }
+
+    def tensors(self) -> list[Tensor]:
+        """Parameters and buffers, each once."""
+        found = [t for stage in self.stages.values() for t in (*stage.module.parameters(), *stage.module.buffers())]
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    def hold(
+        self,
+        ranks: Iterable[int],
+        *,
+        groups: Mapping[str, int],
+        dtypes: Mapping[str, torch.dtype],
+        sharding: Sharding,
+        bucket_mb: float,
+        whole: bool,
+        across: Callable[[int], Across],
+        home: Callable[[torch.device], Home],
+    ) -> None:
+        """Takes the parameters of its ranks into buckets.
+
+        Args:
+            groups: the optimizer's param group of each parameter that it has, by name.
+            dtypes: what parameters compute in, by name; those that aren't named stay as they are.
+            whole: whether shards are made of whole parameters.
+        """
+        for rank in ranks:
+            entries = [
+                Entry(number, name, parameter, stages, groups.get(name), dtypes.get(name, parameter.dtype))
+                for number, stages in self.parameters_of(rank).items()
+                for name, parameter in (self.named[number],)
+                if parameter.is_floating_point() or parameter.is_complex()
+            ]
+            replicas, lives = across(self.member(rank)), home
+            held = []
+            for bucket in arrange(entries, shards=replicas.size, bucket_mb=bucket_mb, whole=whole):
+                parameters = [self.named[slot.index][1] for slot in bucket.slots]
+                held.append(Held(bucket, parameters, replicas, sharding, lives(parameters[0].device)))
+            self.holdings[rank] = Holding(held, sharding)
+        for index, stage in self.stages.items():
+            stage.holding = self.holdings[self._placement[index]]
+
+    def held(self) -> Iterator[Held]:
+        for holding in self.holdings.values():
+            yield from holding.held
+
+    def follow(self, other: "Replica") -> None:
+        """Trains what another replica trains, in its modes."""
+        for mine, theirs in zip(self.modules(), other.modules(), strict=True):
+            mine.training = theirs.training
+        for (_, parameter), (_, leading) in zip(self.named, other.named, strict=True):
+            if parameter.requires_grad != leading.requires_grad:
+                parameter.requires_grad_(leading.requires_grad)
+
+    def rest(self) -> None:
+        """After a call: gives back what it gathered for it."""
+        for holding in self.holdings.values():
+            holding.rest()
+
+    def forget(self) -> None:
+        """What a call that failed has left behind."""
+        for stage in self.stages.values():
+            stage.saved.clear()
+            stage.deferred.clear()
+        self.rest()
