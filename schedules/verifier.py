@@ -34,9 +34,10 @@ def verify(plan: Plan) -> None:
 
 
 def check_orders(index: Index) -> None:
-    """The part of the proof that orders without communication can be given."""
+    """The part of the proof that orders without transfers can be given."""
     _check_compute(index)
     _check_needs(index, lowered=False)
+    check_collectives(index)
 
 
 def _check_compute(index: Index) -> None:
