@@ -2,6 +2,7 @@
 
 from schedules.action import Action, Actions
 from schedules.auto import Auto, Found
+from schedules.collectives import add_collectives
 from schedules.costs import Costs
 from schedules.csv_file import CSVFile
 from schedules.dependencies import Edges, Need, chain, edge_of, needs, route, route_of
@@ -14,6 +15,7 @@ from schedules.lowering import build, forward_only
 from schedules.one_f_one_b import Eager1F1B, OneFOneB
 from schedules.ops import (
     ACTIVATION,
+    COLLECTIVES,
     COMMUNICATION,
     COMPUTE,
     DEFERRED,
@@ -22,10 +24,13 @@ from schedules.ops import (
     OPS,
     RECV_B,
     RECV_F,
+    REDUCE_GRAD,
+    RESHARD,
     SAVED,
     SEND_B,
     SEND_F,
     TRANSFERS,
+    UNSHARD,
     B,
     F,
     I,
@@ -45,6 +50,7 @@ from schedules.zero_bubble import ZBH1, ZBH2
 
 __all__ = [
     "ACTIVATION",
+    "COLLECTIVES",
     "COMMUNICATION",
     "COMPUTE",
     "DEFERRED",
@@ -53,11 +59,14 @@ __all__ = [
     "OPS",
     "RECV_B",
     "RECV_F",
+    "REDUCE_GRAD",
+    "RESHARD",
     "SAVED",
     "SCHEDULES",
     "SEND_B",
     "SEND_F",
     "TRANSFERS",
+    "UNSHARD",
     "ZBH1",
     "ZBH2",
     "ZBV",
@@ -90,6 +99,7 @@ __all__ = [
     "VHalf",
     "VMin",
     "W",
+    "add_collectives",
     "build",
     "chain",
     "draw",

@@ -48,7 +48,7 @@ class Action(NamedTuple):
         stage, op, microbatch, arrow, peer = match.groups()
         if op not in OPS:
             raise ScheduleError(f"{text!r}: {unknown_op(op)}", span=match.span(2))
-        if arrow is not None and (OPS[op].is_compute or (arrow == ">") != OPS[op].sends):
+        if arrow is not None and (OPS[op].carries is None or (arrow == ">") != OPS[op].sends):
             raise ScheduleError(
                 f"{text!r}: only a SEND goes to a stage (>3) and only a RECV comes from one (<0)",
                 span=(match.start(4), len(text)),
@@ -171,6 +171,11 @@ def unknown_op(op: object) -> str:
     return f"unknown op {op!r}{f' (did you mean {near[0]}?)' if near else ''}; the ops are {', '.join(OPS)}"
 
 
+def without_peer(op: str) -> str:
+    """What an error calls an op that is no transfer."""
+    return "a collective" if OPS[op].collective else "a computation"
+
+
 def _column(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     view: npt.NDArray[Any] = array.view()
     view.flags.writeable = False
@@ -183,7 +188,9 @@ def _view(code: int, stage: int, microbatch: int, peer: int) -> Action:
 
 def _is_chain(action: Action) -> bool:
     spec = OPS.get(action.op)
-    return spec is not None and not spec.is_compute and action.peer == chain_peer(action.op, action.stage)
+    if spec is None or spec.carries is None:
+        return False
+    return action.peer == chain_peer(action.op, action.stage)
 
 
 def _check(item: object, position: int) -> None:
@@ -191,8 +198,10 @@ def _check(item: object, position: int) -> None:
         raise ScheduleError(f"#{position} is {item!r}, not an Action", position=position)
     if item.op not in OPS:
         raise ScheduleError(f"#{position} {item}: {unknown_op(item.op)}", position=position, action=item)
-    if item.peer is not None and OPS[item.op].is_compute:
-        raise ScheduleError(f"#{position} {item}: a computation has no peer", position=position, action=item)
+    if item.peer is not None and OPS[item.op].carries is None:
+        raise ScheduleError(
+            f"#{position} {item}: {without_peer(item.op)} has no peer", position=position, action=item
+        )
     for number in (item.stage, item.microbatch, 0 if item.peer is None else item.peer):
         if not isinstance(number, int | np.integer) or not 0 <= number <= _LARGEST:
             raise ScheduleError(

@@ -27,12 +27,20 @@ class Input(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """Nodes are an index's actions, by number, and what follows them. Edge i takes `lags[i]`, or 0."""
+    """Nodes are an index's actions, by number, and what follows them. Edge i takes `lags[i]`, or 0.
+
+    The last nodes are the runs of collectives (see `schedules.streams`): `runs` are these actions' numbers.
+    """
 
     durations: Times
     sources: Ints
     targets: Ints
     lags: Times | None = None
+    runs: Ints = np.empty(0, np.int64)
+
+    @property
+    def first_run(self) -> int:
+        return len(self.durations) - len(self.runs)
 
 
 def inputs(index: Index) -> Iterator[Input]:
@@ -108,13 +116,12 @@ class _Edges:
 
 
 def start_times(index: Index, graph: Graph) -> Times:
-    """By number. Raises a `ScheduleError` that draws the ring where ranks wait for each other.
+    """By node. Raises a `ScheduleError` that draws the ring where ranks wait for each other.
 
     (Verified programs never do, as units either: what a pair's backward receives stands before its forward.)
     """
-    starts, done = longest_paths(*graph)
-    starts = starts[: int(index.offsets[-1])]
-    stuck = np.flatnonzero(~done[: len(starts)])
+    starts, done = longest_paths(graph.durations, graph.sources, graph.targets, graph.lags)
+    stuck = np.flatnonzero(~done[: int(index.offsets[-1])])
     if not stuck.size:
         second = index.second_of_pair
         starts[second] = starts[second - 1]

@@ -39,6 +39,10 @@ class Costs:
     """Time of its weight-gradient part."""
     pair: Cost | None = None
     """Time of an overlapped pair, by its forward's stage (and microbatch); the sum of both unless given."""
+    unshard: Cost = 0.0
+    """Time in which a stage's weights are gathered from its replicas."""
+    reduce_grad: Cost = 0.0
+    """Time in which a stage's weight gradients are reduced over them."""
     latency: PerEdge = 0.0
     """Time from the end of a value's maker to the start of its taker on another rank, beside its bytes'."""
     bandwidth: PerEdge = float("inf")
@@ -62,7 +66,8 @@ class Costs:
         """[stage, microbatch]: how long an op takes."""
         if op == B and self.B is None:
             return self.times(I, stages, microbatches) + self.times(W, stages, microbatches)
-        return spread(op, getattr(self, op), stages, microbatches)
+        name = op.lower() if OPS[op].collective else op
+        return spread(name, getattr(self, name), stages, microbatches)
 
     def wires(self, edges: Edges) -> npt.NDArray[np.float64]:
         """[edge]: how long a value's bytes occupy the channel."""

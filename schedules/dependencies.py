@@ -97,7 +97,7 @@ def chain_peer(op: str, stage: int) -> int:
 
 
 def chain_peers(ops: npt.NDArray[np.uint8], stages: npt.NDArray[Any]) -> Ints:
-    """`chain_peer` for columns; for a compute action, which has no peer, -1."""
+    """`chain_peer` for columns; for an action that has no peer, -1."""
     step = _STEPS[ops]
     return np.where(step == 0, -1, stages + step)
 

@@ -28,6 +28,15 @@ class Box(NamedTuple):
     text: str
 
 
+class Span(NamedTuple):
+    """A box and its times."""
+
+    op: str
+    text: str
+    start: float
+    end: float
+
+
 def draw(plan: Plan, *, color: bool | None = None) -> str:
     """One row a rank, one column a unit of time: the orders at default costs, transfers taking no time.
 
@@ -49,7 +58,7 @@ def draw_timeline(timeline: Timeline, *, color: bool | None = None) -> str:
     starts, ends = (
         np.floor(times / unit + 0.5).astype(int).tolist() for times in (timeline.starts, timeline.ends)
     )
-    columns = max(ends)
+    columns = int(np.floor(timeline.makespan / unit + 0.5))
     margin, width = len(f"rank {plan.ranks - 1}"), _width(timeline)
     ruler = "".join(f"{time * unit:g}".ljust(width * _RULER) for time in range(0, columns, _RULER))
     lines = [_legend(timeline, unit), f"{'time':>{margin}}  {ruler.rstrip()}"]
@@ -75,6 +84,15 @@ def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
             yield Box(low + position, action.op, f"{texts[position]}&{texts[position + 1]}")
         elif position - 1 not in firsts:
             yield Box(low + position, action.op, texts[position])
+
+
+def stream(timeline: Timeline, rank: int) -> Iterator[Span]:
+    """A rank's collectives, in turn."""
+    collectives, stages = timeline.collectives, timeline.plan.stages_of(rank)
+    for row in np.flatnonzero(collectives.ranks == rank).tolist():
+        action = collectives.actions[row]
+        times = float(collectives.starts[row]), float(collectives.ends[row])
+        yield Span(action.op, _text(action, stages), *times)
 
 
 def _text(action: Action, stages: tuple[int, ...]) -> str:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from schedules.action import Action
+from schedules.action import Action, without_peer
 from schedules.dependencies import Edges, Ints, Need, chain_peers, edge_of, needs, route_of
 from schedules.errors import ScheduleError
-from schedules.ops import ACTIVATION, MAKERS, OPS, TRANSFERS
+from schedules.ops import ACTIVATION, MAKERS, OPS, TRANSFERS, F
 from schedules.plan import IS_COMPUTE, Plan
 
 
@@ -33,7 +33,8 @@ class Index:
         rank 0  0 1 2 | rank 1  3 4 5 6 |          where[F][stage, microbatch]        == number, or -1
                 0F0 ...         1F0 ...            where[SEND_F][edge, microbatch]    == number, or -1
 
-    So `where[F][2] < where[B][2]` compares positions for all microbatches at once, on one rank.
+    So `where[F][2] < where[B][2]` compares positions for all microbatches at once, on one rank. A stage may
+    have several collectives of one microbatch, so `where` has no table of these.
     """
 
     plan: Plan
@@ -48,10 +49,14 @@ class Index:
         """Refuses an action of another rank's stage, of no such microbatch or edge, and one done twice."""
         offsets = np.cumsum([0, *(len(program) for program in plan.programs)], dtype=np.int64)
         index = cls(plan, Edges.of(plan.edges), offsets, {}, {})
-        columns = _Columns.of(plan)
+        columns = Columns.of(plan)
         for op, spec in OPS.items():
             numbers = np.flatnonzero(columns.ops == spec.code)
             index.counts[op] = numbers.size
+            if spec.collective:
+                _check_home(index, columns, numbers)
+                _check_no_peer(index, columns, numbers, op)
+                continue
             rows = _stage_rows if spec.is_compute else _edge_rows
             num_rows = plan.num_stages if spec.is_compute else len(plan.edges)
             index.where[op] = _scattered(index, columns, numbers, rows, num_rows)
@@ -123,7 +128,7 @@ class Index:
     def demands(self) -> Iterator[Demand]:
         """All that the plan's actions need, by op and stage."""
         for op, spec in OPS.items():
-            if not self.has(op):
+            if spec.collective or not self.has(op):
                 continue
             for row, takers in enumerate(self.where[op]):
                 stage = (
@@ -133,7 +138,7 @@ class Index:
                     yield Demand(need, stage, takers)
 
 
-class _Columns(NamedTuple):
+class Columns(NamedTuple):
     """The programs, one after the other."""
 
     ops: npt.NDArray[np.uint8]
@@ -143,7 +148,7 @@ class _Columns(NamedTuple):
     ranks: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, plan: Plan) -> _Columns:
+    def of(cls, plan: Plan) -> Columns:
         programs = plan.programs
         ranks = np.repeat(np.arange(len(programs), dtype=np.int32), [len(program) for program in programs])
         return cls(
@@ -155,10 +160,10 @@ class _Columns(NamedTuple):
         )
 
 
-_Rows = Callable[[Index, _Columns, Ints], Ints]
+_Rows = Callable[[Index, Columns, Ints], Ints]
 
 
-def _scattered(index: Index, columns: _Columns, numbers: Ints, rows: _Rows, num_rows: int) -> Ints:
+def _scattered(index: Index, columns: Columns, numbers: Ints, rows: _Rows, num_rows: int) -> Ints:
     shape = (num_rows, index.plan.microbatches)
     if not numbers.size:
         return np.broadcast_to(np.int64(-1), shape)
@@ -174,7 +179,7 @@ def _scattered(index: Index, columns: _Columns, numbers: Ints, rows: _Rows, num_
     return table
 
 
-def _check_home(index: Index, columns: _Columns, numbers: Ints) -> None:
+def _check_home(index: Index, columns: Columns, numbers: Ints) -> None:
     """Each action's stage lives on its rank, and its microbatch exists."""
     plan, stages = index.plan, columns.stages[numbers]
     _refuse(index, numbers, stages >= plan.num_stages, f"the plan has {plan.num_stages} stages")
@@ -190,12 +195,16 @@ def _check_home(index: Index, columns: _Columns, numbers: Ints) -> None:
         raise index.error(int(numbers[strangers[0]]), f"stage {stages[strangers[0]]} lives on rank {home}")
 
 
-def _stage_rows(index: Index, columns: _Columns, numbers: Ints) -> Ints:
-    _refuse(index, numbers, columns.peers[numbers] >= 0, "a computation has no peer")
+def _check_no_peer(index: Index, columns: Columns, numbers: Ints, op: str) -> None:
+    _refuse(index, numbers, columns.peers[numbers] >= 0, f"{without_peer(op)} has no peer")
+
+
+def _stage_rows(index: Index, columns: Columns, numbers: Ints) -> Ints:
+    _check_no_peer(index, columns, numbers, F)
     return columns.stages[numbers].astype(np.int64)
 
 
-def _edge_rows(index: Index, columns: _Columns, numbers: Ints) -> Ints:
+def _edge_rows(index: Index, columns: Columns, numbers: Ints) -> Ints:
     """The edges that these actions, all of one op, travel on."""
     plan, ops = index.plan, columns.ops[numbers]
     stages, peers = columns.stages[numbers].astype(np.int64), columns.peers[numbers].astype(np.int64)

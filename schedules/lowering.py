@@ -34,7 +34,7 @@ def build(
 ) -> Plan:
     """The verified plan of a schedule: its orders, and the communication that they imply.
 
-    Orders that have communication actions already are the programs. `edges` is the chain, and whatever other
+    Orders that have transfers already are the programs. `edges` is the chain, and whatever other
     peers occur in the orders, unless told otherwise. `costs` and `memory` are for the schedule (`Problem`);
     the lowering looks at no clock, so that all ranks make the same plan.
     """
@@ -42,7 +42,7 @@ def build(
     orders = _orders(schedule, problem)
     joined = edges_of(orders, problem.num_stages) if edges is None else Edges.of(edges)
     plan = Plan(problem.placement, problem.microbatches, orders, joined, _pairs(schedule, problem))
-    if plan.compute_only is plan:
+    if not plan.is_lowered:
         plan = lower(plan)
     verify(plan)
     return _forward_only(plan) if forward_only else plan
@@ -51,10 +51,11 @@ def build(
 def forward_only(plan: Plan, microbatches: int | None = None) -> Plan:
     """The plan's F alone, in the same order, lowered again and verified: for evaluation and prediction.
 
-    Of the first `microbatches` only, where there are to be fewer.
+    Of the first `microbatches` only, where there are to be fewer. Collectives are dropped: those of
+    training would stand in the wrong places, and `schedules.add_collectives` can be asked again.
     """
     count = plan.microbatches if microbatches is None else microbatches
-    if plan.forward_only and count == plan.microbatches:
+    if plan.forward_only and count == plan.microbatches and not plan.has_collectives:
         return plan
     if not 1 <= count <= plan.microbatches:
         raise ScheduleError(f"{count} microbatches of a plan that has {plan.microbatches}")
@@ -68,7 +69,7 @@ _forward_only = forward_only  # `build` has a parameter of that name
 
 
 def lower(orders: Plan) -> Plan:
-    """The orders (a plan without communication) with every SEND and RECV put in, free of deadlock.
+    """The orders (a plan without transfers) with every SEND and RECV put in, free of deadlock.
 
     A transfer's time is when its producer ends, if transfers take no time. Both its ends are put in at once,
     in the order of (time, producer's rank, its position): the SEND after the producer, the RECV before the

@@ -8,6 +8,7 @@ Op = str
 
 F, B, I, W = "F", "B", "I", "W"  # noqa: E741 - the field's own letter
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
+UNSHARD, RESHARD, REDUCE_GRAD = "UNSHARD", "RESHARD", "REDUCE_GRAD"
 
 # The values that ops hand to each other. The first two travel along edges, the other two stay on their stage.
 #
@@ -43,12 +44,14 @@ class OpSpec:
     backward: bool = False
     cost: int = 0
     carries: str | None = None
-    """For communication: the value that it carries."""
+    """For a transfer: the value that it carries."""
     sends: bool = False
+    collective: bool = False
+    """Done by all replicas of its stage at once."""
 
     @property
     def is_compute(self) -> bool:
-        return self.carries is None
+        return self.carries is None and not self.collective
 
 
 _TABLE = (
@@ -60,13 +63,20 @@ _TABLE = (
     OpSpec(5, RECV_F, "receive an activation", makes=(ACTIVATION,), carries=ACTIVATION),
     OpSpec(6, SEND_B, "send a gradient", (GRADIENT,), carries=GRADIENT, sends=True),
     OpSpec(7, RECV_B, "receive a gradient", makes=(GRADIENT,), carries=GRADIENT),
+    # Of these, a stage has as many as the plan likes: their microbatch says which computation they serve.
+    OpSpec(8, UNSHARD, "gather the weights", collective=True),
+    OpSpec(9, RESHARD, "drop all but the own shard of them", collective=True),
+    OpSpec(10, REDUCE_GRAD, "reduce the weight gradients", collective=True),
 )
 
 OPS: dict[Op, OpSpec] = {spec.text: spec for spec in _TABLE}
 """The one table of ops: an op is added here and nowhere else."""
 
 COMPUTE: tuple[Op, ...] = tuple(op for op, spec in OPS.items() if spec.is_compute)
-COMMUNICATION: tuple[Op, ...] = tuple(op for op, spec in OPS.items() if not spec.is_compute)
+COMMUNICATION: tuple[Op, ...] = tuple(op for op, spec in OPS.items() if spec.carries is not None)
+"""Point to point, between stages."""
+COLLECTIVES: tuple[Op, ...] = tuple(op for op, spec in OPS.items() if spec.collective)
+"""Among the replicas of a stage."""
 NAMES: dict[int, Op] = {spec.code: op for op, spec in OPS.items()}
 """Code to op: the inverse of `OPS[op].code`."""
 

@@ -16,7 +16,18 @@ import numpy.typing as npt
 from schedules.action import Action, Actions
 from schedules.dependencies import Edge, Edges, chain
 from schedules.errors import ScheduleError
-from schedules.ops import ACTIVATION, COMPUTE, OPS, SAVED
+from schedules.ops import (
+    ACTIVATION,
+    COLLECTIVES,
+    COMMUNICATION,
+    COMPUTE,
+    OPS,
+    REDUCE_GRAD,
+    RESHARD,
+    SAVED,
+    UNSHARD,
+    Op,
+)
 from schedules.pairs import Pairs, moved, text_of_cells, whole_pairs
 from schedules.schedule import check_microbatches, check_placement, stages_by_rank
 from schedules.table import Table, csv_cells, line_cells, read
@@ -71,17 +82,50 @@ class Plan:
 
     @cached_property
     def orders(self) -> tuple[Actions, ...]:
-        """The programs without communication."""
+        """The programs without transfers and collectives."""
         return tuple(program.where(IS_COMPUTE[program.ops]) for program in self.programs)
 
     @cached_property
     def compute_only(self) -> Plan:
         """The plan of the orders: what is lowered, simulated and drawn."""
-        computes = [IS_COMPUTE[program.ops] for program in self.programs]
-        if all(map(np.all, computes)):
-            return self
-        pairs = moved(self.pairs, computes)
-        return dataclasses.replace(self, programs=self.orders, pairs=pairs)
+        return self._only(IS_COMPUTE)
+
+    @cached_property
+    def without_transfers(self) -> Plan:
+        """The plan of computations and collectives."""
+        return self if self.compute_only is self else self._only(~_IS_TRANSFER)
+
+    @cached_property
+    def without_collectives(self) -> Plan:
+        """The plan of computations and transfers."""
+        return self if self.compute_only is self else self._only(~IS_COLLECTIVE)
+
+    @cached_property
+    def is_lowered(self) -> bool:
+        """Whether there is any SEND or RECV. (Where one rank has all stages there is none to be put in.)"""
+        return any(_IS_TRANSFER[program.ops].any() for program in self.programs)
+
+    @cached_property
+    def has_collectives(self) -> bool:
+        """Whether there is any UNSHARD, RESHARD or REDUCE_GRAD: see `schedules.add_collectives`."""
+        return any(IS_COLLECTIVE[program.ops].any() for program in self.programs)
+
+    @cached_property
+    def unshards(self) -> tuple[int, ...]:
+        """Per stage, how often its weights are gathered."""
+        return self._counts(UNSHARD)
+
+    @cached_property
+    def reductions(self) -> tuple[int, ...]:
+        """Per stage, how often its weight gradients are reduced."""
+        return self._counts(REDUCE_GRAD)
+
+    @cached_property
+    def peak_unsharded(self) -> tuple[int, ...]:
+        """Per rank, the most stages unsharded at once; 0 where none is ever sharded."""
+        return tuple(
+            int(GATHERS[program.ops].cumsum(dtype=np.int64).max(initial=0)) for program in self.programs
+        )
 
     @cached_property
     def forward_only(self) -> bool:
@@ -115,7 +159,9 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all of it, in hex: the same on every machine, and different for any other plan."""
-        names = {op: spec.code for op, spec in OPS.items()}
+        # Plans without collectives have the digests that they had before there were any.
+        collectives = self.has_collectives
+        names = {op: spec.code for op, spec in OPS.items() if collectives or not spec.collective}
         lengths = [len(program) for program in self.programs]
         head: tuple[object, ...] = (self.placement, self.microbatches, tuple(self.edges), names, lengths)
         if any(self.pairs):
@@ -152,7 +198,9 @@ class Plan:
         """Reads a CSV text (a str) or file (a Path). Empty cells are bubbles, and ignored.
 
         A stage lives where its compute actions stand; `edges` are the chain and whatever other peers occur.
-        The plan is as the file has it: not lowered, if it has compute actions only, and not verified.
+        A collective without a microbatch, as torch writes it, gets that of its stage's next computation if it
+        is an UNSHARD, else of its last. The plan is as the file has it: not lowered, if it has no transfers,
+        and not verified.
         """
         text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8-sig")
         return cls._of(read(csv_cells(text)), edges)
@@ -161,6 +209,19 @@ class Plan:
     def _of(cls, table: Table, edges: Iterable[Edge] | None) -> Plan:
         found = edges_of(table.programs, len(table.placement)) if edges is None else Edges.of(edges)
         return cls(table.placement, table.microbatches, table.programs, found, table.pairs)
+
+    def _only(self, kept_ops: npt.NDArray[np.bool_]) -> Plan:
+        """The plan of some ops, told by code."""
+        kept = [kept_ops[program.ops] for program in self.programs]
+        if all(map(np.all, kept)):
+            return self
+        programs = tuple(program.where(keep) for program, keep in zip(self.programs, kept, strict=True))
+        return dataclasses.replace(self, programs=programs, pairs=moved(self.pairs, kept))
+
+    def _counts(self, op: Op) -> tuple[int, ...]:
+        code = OPS[op].code
+        stages = np.concatenate([program.stages[program.ops == code] for program in self.programs])
+        return tuple(np.bincount(stages, minlength=self.num_stages)[: self.num_stages].tolist())
 
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
@@ -212,6 +273,10 @@ def _by_code(values: dict[str, int]) -> npt.NDArray[np.int8]:
 
 # Facts of the table of ops by code, so that a column of ops becomes a column of facts.
 IS_COMPUTE = _by_code(dict.fromkeys(COMPUTE, 1)) > 0
+IS_SEND = _by_code({op: OPS[op].sends for op in COMMUNICATION}) > 0
+_IS_TRANSFER = _by_code(dict.fromkeys(COMMUNICATION, 1)) > 0
+IS_COLLECTIVE = _by_code(dict.fromkeys(COLLECTIVES, 1)) > 0
+GATHERS = _by_code({UNSHARD: 1, RESHARD: -1})  # +1 where a stage's weights are gathered, -1 where they go
 _IS_BACKWARD = _by_code({op: spec.backward for op, spec in OPS.items()}) > 0
 LIVES = _by_code(
     {op: (SAVED in OPS[op].makes) - (OPS[op].frees == SAVED) for op in COMPUTE}

@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from schedules.action import Action, Actions
 from schedules.errors import ScheduleError
-from schedules.ops import OPS
+from schedules.ops import COLLECTIVES, OPS, UNSHARD
 from schedules.pairs import Pairs, parse_cell
 
 _LINE = re.compile(r"rank ([0-9]+):(.*)")
+_WITHOUT_NUMBER = re.compile(rf"([0-9]+)({'|'.join(COLLECTIVES)})")
+_OPEN = -1
+"""The microbatch of a collective whose cell names none."""
 
 
 class Table(NamedTuple):
@@ -52,13 +55,14 @@ def read(rows: Iterable[list[str]]) -> Table:
 def _program(rank: int, cells: list[str]) -> tuple[Actions, tuple[int, ...]]:
     """The actions of a row, and where its pairs begin."""
     actions: list[Action] = []
+    columns: list[int] = []
     pairs = []
     for column, cell in enumerate(cells):
         text = cell.strip()
         if not text:
             continue
         try:
-            parsed = parse_cell(text)
+            parsed = _open_collective(text) or parse_cell(text)
         except ScheduleError as error:
             raise ScheduleError(
                 f"rank {rank}, column {column}: {error}", rank=rank, position=column, span=error.span
@@ -66,9 +70,45 @@ def _program(rank: int, cells: list[str]) -> tuple[Actions, tuple[int, ...]]:
         if len(parsed) > 1:
             pairs.append(len(actions))
         actions.extend(parsed)
+        columns.extend([column] * len(parsed))
     if not actions:
         raise ScheduleError(f"rank {rank} is missing: its row is empty", rank=rank)
+    if any(action.microbatch == _OPEN for action in actions):
+        _close(rank, columns, actions, ahead=True)
+        _close(rank, columns, actions, ahead=False)
     return Actions.of(actions), tuple(pairs)
+
+
+def _open_collective(text: str) -> tuple[Action, ...]:
+    """`0UNSHARD`, as torch.distributed.pipelining writes collectives: without a microbatch."""
+    match = _WITHOUT_NUMBER.fullmatch(text)
+    if match is None:
+        return ()
+    return (Action.parse(f"{text}0")._replace(microbatch=_OPEN),)
+
+
+def _close(rank: int, columns: Sequence[int], actions: list[Action], *, ahead: bool) -> None:
+    """Gives UNSHARDs the microbatch of their stage's next computation (ahead), or others that of its last."""
+    seen: dict[int, int] = {}
+    for position in reversed(range(len(actions))) if ahead else range(len(actions)):
+        action = actions[position]
+        if OPS[action.op].is_compute:
+            seen[action.stage] = action.microbatch
+        elif action.microbatch == _OPEN and (action.op == UNSHARD) == ahead:
+            if action.stage not in seen:
+                raise _without_computation(rank, columns[position], action)
+            actions[position] = action._replace(microbatch=seen[action.stage])
+
+
+def _without_computation(rank: int, column: int, action: Action) -> ScheduleError:
+    text, place = f"{action.stage}{action.op}", "behind" if action.op == UNSHARD else "before"
+    return ScheduleError(
+        f"rank {rank}, column {column}: {text!r} takes the microbatch of a computation of stage "
+        f"{action.stage} {place} it, and there is none",
+        rank=rank,
+        position=column,
+        span=(0, len(text)),
+    )
 
 
 def _placement(programs: tuple[Actions, ...]) -> tuple[int, ...]:

@@ -28,6 +28,9 @@ class Bubble(NamedTuple):
 
     |  warm-up  |F0|F1|  gradient  |B0|..|  activation  |..| communication |B1|  drain  |
     0                          first to last action                              makespan
+
+    Of the time before its first action, what it waits for its weights alone is communication; after the last
+    one, what its own collectives still take.
     """
 
     warm_up: Floats
@@ -39,7 +42,8 @@ class Bubble(NamedTuple):
     gradient: Floats
     """Until a gradient that it needs next is made, elsewhere."""
     communication: Floats
-    """From when what it needs next is made until it arrives; and in its own SENDs and RECVs that block."""
+    """From when what it needs next is made until it arrives, and its stage's weights are there; in its own
+    SENDs and RECVs that block; and until its last collective is done."""
 
     @property
     def total(self) -> Floats:
@@ -54,12 +58,28 @@ class Held(NamedTuple):
     size: Floats
 
 
+class Collectives(NamedTuple):
+    """The UNSHARDs and REDUCE_GRADs of a timeline, rank after rank: columns, one row a collective."""
+
+    actions: Actions
+    ranks: Ints
+    starts: Floats
+    ends: Floats
+    first_waits: Floats
+    """Per rank, how long its first computation waited for its stage's weights alone; empty if no rank did."""
+
+
+_NONE = np.empty(0)
+NO_COLLECTIVES = Collectives(Actions([], [], []), _NONE.astype(np.int64), _NONE, _NONE, _NONE)
+
+
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """What `simulate` found. Times are in the unit of the costs, from 0 when the first rank starts.
 
     `starts` and `ends` are columns over the actions of `plan` (orders without communication), rank after
     rank: those of rank r are at `offsets[r]` to `offsets[r + 1]`. Both actions of a pair have the pair's.
+    `simulated` is the plan as it was given, with its communication.
     """
 
     plan: Plan
@@ -68,6 +88,8 @@ class Timeline:
     ends: Floats
     rendezvous: bool = False
     blocking: bool = False
+    simulated: Plan | None = None
+    collectives: Collectives = NO_COLLECTIVES
 
     @cached_property
     def offsets(self) -> Ints:
@@ -76,12 +98,12 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """From the first start of any rank to the last end of any."""
-        return float(self.ends.max())
+        return float(self._all_done.max())
 
     @cached_property
     def span(self) -> float:
         """The longest that one rank takes from its own first start to its own last end (the papers' cost)."""
-        return float((self._lasts - self._firsts).max())
+        return float((self._all_done - self._begins).max())
 
     @cached_property
     def busy(self) -> Floats:
@@ -99,7 +121,8 @@ class Timeline:
         waiting = np.clip(made - (self.starts - gaps), 0.0, gaps)
         parts = (waiting * ~by_gradient, waiting * by_gradient, gaps - waiting)
         by_rank = [self._by_rank(part) for part in parts]
-        return Bubble(self._firsts.copy(), self.makespan - self._lasts, *by_rank)
+        by_rank[-1] += (self._firsts - self._begins) + (self._all_done - self._lasts)
+        return Bubble(self._begins, self.makespan - self._all_done, *by_rank)
 
     @cached_property
     def rate(self) -> float:
@@ -129,7 +152,10 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Standing, ...]:
-        """(rank, position in its order, action) of those that set the makespan, first to last."""
+        """(rank, position in its order, action) of those that set the makespan, first to last.
+
+        Collectives among them stand at the position of the computation that follows.
+        """
         from schedules.critical import critical_path
 
         return critical_path(self)
@@ -193,6 +219,21 @@ class Timeline:
     @property
     def _lasts(self) -> Floats:
         return self.ends[self.offsets[1:] - 1]
+
+    @property
+    def _begins(self) -> Floats:
+        """Per rank, when it could start but for the weights that it gathers first."""
+        begins: Floats = self._firsts.copy()
+        if self.collectives.first_waits.size:
+            begins -= self.collectives.first_waits
+        return begins
+
+    @property
+    def _all_done(self) -> Floats:
+        """Per rank, when its last action has ended, and its last collective."""
+        done: Floats = self._lasts.copy()
+        np.maximum.at(done, self.collectives.ranks, self.collectives.ends)
+        return done
 
 
 _SPLITS = next(spec.code for spec in OPS.values() if DEFERRED in spec.makes)

@@ -13,6 +13,7 @@ from schedules.graph import longest_paths
 from schedules.index import Index
 from schedules.ops import ACTIVATION, COMPUTE, DEFERRED, MAKERS, OPS, SAVED, TRANSFERS, F
 from schedules.plan import Plan
+from schedules.sharding import check_collectives
 
 
 def verify(plan: Plan) -> None:
@@ -20,7 +21,8 @@ def verify(plan: Plan) -> None:
 
     Strictly: an action needs its inputs on its rank, made or received before it in the program; SEND and RECV
     both block where they stand until the partner stands at the matching one. What passes this passes gloo and
-    NCCL. A plan without any backward is a forward-only plan (`plan.forward_only`).
+    NCCL. A plan without any backward is a forward-only plan (`plan.forward_only`). Of its
+    collectives `schedules.sharding` says what has to hold.
     """
     index = Index.of(plan)
     _check_compute(index)
@@ -28,12 +30,14 @@ def verify(plan: Plan) -> None:
     _check_needs(index, lowered=True)
     _check_channels(index)
     _check_deadlock(index)
+    check_collectives(index)
 
 
 def check_orders(index: Index) -> None:
-    """The part of the proof that orders without communication can be given."""
+    """The part of the proof that orders without transfers can be given."""
     _check_compute(index)
     _check_needs(index, lowered=False)
+    check_collectives(index)
 
 
 def _check_compute(index: Index) -> None:

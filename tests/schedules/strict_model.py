@@ -5,7 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from schedules import COMPUTE, OPS, RECV_B, RECV_F, SEND_B, SEND_F, Action, B, F, I, Plan, W
+from schedules import (
+    COLLECTIVES,
+    COMPUTE,
+    OPS,
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+    Action,
+    B,
+    F,
+    I,
+    Plan,
+    W,
+)
 
 Program = list[Action]
 CARRIED = {SEND_F: "activation", RECV_F: "activation", SEND_B: "gradient", RECV_B: "gradient"}
@@ -42,6 +58,11 @@ class _Model:
         self.present: list[Counter[tuple[object, ...]]] = [Counter() for _ in range(plan.ranks)]
         self.done: Counter[tuple[int, str, int]] = Counter()
         self.training = any(a.op in (B, I, W) for program in self.programs for a in program)
+        everything = [action for program in self.programs for action in program]
+        self.sharded = {action.stage for action in everything if action.op == UNSHARD}
+        self.reducing = {action.stage for action in everything if action.op == REDUCE_GRAD}
+        self.unsharded: set[int] = set()
+        self.unreduced: set[int] = set()  # stages that have added to a gradient since they last reduced it
 
     def run(self) -> None:
         while any(self.advance(rank) for rank in range(self.plan.ranks)):
@@ -50,6 +71,8 @@ class _Model:
             raise Refused("stuck")
         if any(+present for present in self.present):
             raise Refused("left over")
+        if self.unsharded or self.unreduced & self.reducing:
+            raise Refused("left unsharded, or unreduced")
         for stage in range(self.plan.num_stages):
             for microbatch in range(self.plan.microbatches):
                 counts = tuple(self.done[stage, op, microbatch] for op in (F, B, I, W))
@@ -68,12 +91,29 @@ class _Model:
             raise Refused("out of range")
         if self.plan.placement[action.stage] != rank:
             raise Refused("another rank's stage")
+        if action.op in COLLECTIVES:
+            return self.collective(rank, action)
         return self.compute(rank, action) if action.op in COMPUTE else self.transfer(rank, action)
+
+    def collective(self, rank: int, action: Action) -> bool:
+        holders = self.unreduced if action.op == REDUCE_GRAD else self.unsharded
+        if (action.stage in holders) == (action.op == UNSHARD):
+            raise Refused("nothing to reshard or reduce, or unsharded twice")
+        if action.op == UNSHARD:
+            holders.add(action.stage)
+        else:
+            holders.remove(action.stage)
+        self.at[rank] += 1
+        return True
 
     def compute(self, rank: int, action: Action) -> bool:
         stage, op, microbatch, _ = action
         if self.done[stage, op, microbatch]:
             raise Refused("twice")
+        if stage in self.sharded and stage not in self.unsharded:
+            raise Refused("without weights")
+        if op in (B, W):
+            self.unreduced.add(stage)
         before = [s for s, d in self.plan.edges if d == stage]
         behind = [d for s, d in self.plan.edges if s == stage]
         if op == F:

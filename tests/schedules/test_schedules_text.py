@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import (
-    COMPUTE,
+    COMMUNICATION,
     OPS,
     RECV_B,
     RECV_F,
@@ -35,7 +35,7 @@ NUMBERS = st.integers(0, 5000)
 @st.composite
 def actions(draw: st.DrawFn) -> Action:
     op = draw(st.sampled_from(list(OPS)))
-    peer = None if op in COMPUTE else draw(st.none() | NUMBERS)
+    peer = draw(st.none() | NUMBERS) if op in COMMUNICATION else None
     return Action.parse(str(Action(draw(NUMBERS), op, draw(NUMBERS), peer)))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strict_model import completes, makespan
 
 from schedules import (
-    COMPUTE,
+    COMMUNICATION,
     OPS,
     SCHEDULES,
     SEND_F,
@@ -118,7 +118,7 @@ def mutate(draw: Callable[..., Any], plan: Plan) -> Plan:
             draw(st.integers(0, plan.num_stages)),
             op,
             draw(st.integers(0, plan.microbatches)),
-            None if op in COMPUTE else draw(st.none() | st.integers(0, plan.num_stages)),
+            draw(st.none() | st.integers(0, plan.num_stages)) if op in COMMUNICATION else None,
         )
     return dataclasses.replace(plan, programs=tuple(map(Actions.of, programs)))
 
