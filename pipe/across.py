@@ -34,6 +34,9 @@ class Across(Protocol):
     def all_gather(self, flat: Tensor, cuts: Sequence[int]) -> Pending:
         """Fills the other replicas' parts with what they have there."""
 
+    def align(self, tensors: Sequence[Tensor]) -> None:
+        """Gives all replicas what the first one has in these; waits for it."""
+
 
 def done() -> bool:
     """Of what needs no waiting."""
@@ -76,6 +79,9 @@ class Alone:
 
     def all_gather(self, flat: Tensor, cuts: Sequence[int]) -> Pending:
         return done
+
+    def align(self, tensors: Sequence[Tensor]) -> None:
+        """There is nobody else."""
 
 
 class Board:
@@ -136,6 +142,9 @@ class InProcessAcross:
 
     def all_gather(self, flat: Tensor, cuts: Sequence[int]) -> Pending:
         return self._post(GATHER, flat, cuts)
+
+    def align(self, tensors: Sequence[Tensor]) -> None:
+        """They are copies of the first one already."""
 
     def _post(self, kind: str, flat: Tensor, cuts: Sequence[int]) -> Pending:
         note_sent(self.sent, kind, flat, cuts, self.index)

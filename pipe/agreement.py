@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
 
 import torch
 
@@ -74,7 +73,8 @@ class Note:
     loss: LossInfo | None = None
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """A replica's notes, in the order of its ranks; and which of them speak for its ends."""
 
     notes: Sequence[Note]
@@ -161,7 +161,10 @@ def _check_row(row: Row, kind: str, *, targeted: bool) -> None:
     if targeted and inputs != targets:
         raise ValueError(f"the inputs make {inputs} microbatches and the targets {targets}")
     counts = {
-        row.name(rank): count for rank, n in enumerate(notes) for count in (n.cut_inputs, n.cut_targets) if count
+        row.name(rank): count
+        for rank, n in enumerate(notes)
+        for count in (n.cut_inputs, n.cut_targets)
+        if count
     }
     if len(set(counts.values())) > 1:
         raise DisagreementError(f"the ranks were given different numbers of microbatches: {counts}")

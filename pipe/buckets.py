@@ -21,7 +21,8 @@ from torch import Tensor, nn
 _ALIGNMENT = 32
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """A parameter that is to find a place.
 
     Args:
@@ -41,7 +42,8 @@ class Entry(NamedTuple):
     over: str = "dp"
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True)
+class Slot:
     """A parameter's place in a bucket: elements `start` to `stop`."""
 
     index: int
@@ -160,7 +162,7 @@ def _whole(entries: Sequence[Entry], loads: list[int]) -> tuple[list[Slot], list
         loads[owner] += entry.parameter.numel()
     slots, cuts = [], [0]
     for owned in owners:
-        placed, end = _laid_out(sorted(owned), cuts[-1])
+        placed, end = _laid_out(sorted(owned, key=lambda entry: entry.index), cuts[-1])
         slots += placed
         cuts.append(end)
     return slots, cuts

@@ -97,6 +97,11 @@ class Call:
             self._factors[kind] = factors
         return factors[microbatch]
 
+    def mean_of(self, names: Sequence[str]) -> Tensor:
+        """The mean loss, then those of the metrics, in double precision."""
+        means = [self.mean({index: row[name] for index, row in self.metrics.items()}) for name in names]
+        return torch.stack([self.mean(self.losses), *means])
+
     def mean(self, values: Mapping[int, Any]) -> Tensor:
         """The weighted mean of one number a microbatch, as a 0-d tensor, in double precision."""
         total = sum(self.weights)

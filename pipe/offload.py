@@ -69,7 +69,7 @@ class Host(Home):
         there.copy_(gradient, non_blocking=True)
         event = None
         if self._pin:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._arrivals.append(event)
         return there

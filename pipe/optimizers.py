@@ -97,7 +97,7 @@ def check_dense(optimizer: optim.Optimizer | None) -> None:
         )
 
 
-def install(optimizer: optim.Optimizer, held: Iterable[Held]) -> None:
+def install(optimizer: optim.Optimizer, held: Sequence[Held]) -> None:
     """Puts master weights where the parameters were: in the param groups, under the same names, and in the
     state that the optimizer may have made already.
     """

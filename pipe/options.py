@@ -70,7 +70,7 @@ class Options:
             object.__setattr__(self, name, _field(name, getattr(self, name), self.text))
         device_map = self._explicit_map()
         if device_map is not None and self.ranks not in (None, device_map.ranks):
-            self._refuse(
+            self.refuse(
                 "ranks", f"ranks is {self.ranks}, but device_map has {_count(device_map.ranks, 'rank')}"
             )
         self._check_needs()
@@ -107,7 +107,7 @@ class Options:
         ranks, dp = self._grid(*self._ranks(device_map, fixed), self._replicas(replicas), world_size)
         # Before the schedule is asked for a placement on so many; a map or a CSV file brings its own.
         if device_map is None and fixed is None and ranks > num_layers:
-            self._refuse(
+            self.refuse(
                 "ranks", f"{_count(num_layers, 'layer')} cannot fill {ranks} stages, one or more a rank"
             )
         chunks = self._chunks(fixed, ranks)
@@ -144,7 +144,7 @@ class Options:
                 continue
             other = getattr(self, key.needs.key)
             if other not in key.needs.values:
-                self._refuse(name, f"{key.needs.problem}, but {key.needs.key} is {other}")
+                self.refuse(name, f"{key.needs.problem}, but {key.needs.key} is {other}")
 
     def _explicit_map(self) -> DeviceMap | None:
         return None if self.device_map in _RULES else DeviceMap.parse(self.device_map)
@@ -155,7 +155,7 @@ class Options:
         if given is None:
             return schedules.get(self.schedule)
         if self._says("schedule") and schedules.get(self.schedule) != given:
-            self._refuse("schedule", f"schedule is {self.schedule} here, but {given!r} as a keyword")
+            self.refuse("schedule", f"schedule is {self.schedule} here, but {given!r} as a keyword")
         return given
 
     def _ranks(self, device_map: DeviceMap | None, fixed: CSVFile | None) -> tuple[str, int | None]:
@@ -163,19 +163,19 @@ class Options:
         source, ranks = "ranks", self.ranks
         if fixed is not None:
             if ranks not in (None, fixed.ranks):
-                self._refuse("ranks", f"ranks is {ranks}, but the schedule's CSV fixes it to {fixed.ranks}")
+                self.refuse("ranks", f"ranks is {ranks}, but the schedule's CSV fixes it to {fixed.ranks}")
             source, ranks = "schedule", fixed.ranks
         if device_map is not None:
             if fixed is not None and fixed.ranks != device_map.ranks:
                 has = f"device_map has {_count(device_map.ranks, 'rank')}"
-                self._refuse("device_map", f"{has}, but the schedule's CSV fixes it to {fixed.ranks}")
+                self.refuse("device_map", f"{has}, but the schedule's CSV fixes it to {fixed.ranks}")
             source, ranks = "device_map", device_map.ranks
         return source, ranks
 
     def _replicas(self, replicas: int | None) -> int | None:
         if replicas is not None and self.dp not in (None, replicas):
             has = _count(replicas, "replica")
-            self._refuse("dp", f"dp is {self.dp}, but the mesh's dp dimension has {has}")
+            self.refuse("dp", f"dp is {self.dp}, but the mesh's dp dimension has {has}")
         return self.dp if replicas is None else replicas
 
     def _grid(self, source: str, ranks: int | None, dp: int | None, world_size: int) -> tuple[int, int]:
@@ -189,7 +189,7 @@ class Options:
         product, both = (ranks or 1) * (dp or 1), len(said) == 2
         if world_size != product if both else world_size % product:
             must = "they must be equal" if both else f"it must be a multiple of {product}"
-            self._refuse(
+            self.refuse(
                 source if ranks is not None and self._says(source) else "dp",
                 f"{' x '.join(said)} on a world size of {world_size}: {must} "
                 "(or the world size 1, where one process runs every rank of every replica)",
@@ -202,7 +202,7 @@ class Options:
             return 4 * ranks if self.chunks is None else self.chunks
         if self.chunks not in (None, fixed.microbatches):
             says = f"the schedule's CSV fixes it to {fixed.microbatches}"
-            self._refuse("chunks", f"chunks is {self.chunks}, but {says}")
+            self.refuse("chunks", f"chunks is {self.chunks}, but {says}")
         return fixed.microbatches
 
     def _wanted(self, schedule: Schedule, ranks: int) -> tuple[int, ...]:
@@ -210,7 +210,7 @@ class Options:
         try:
             return tuple(schedule.placement(ranks))
         except ValueError as error:
-            self._refuse("schedule", str(error), cause=error)
+            self.refuse("schedule", str(error), cause=error)
 
     def _cut(
         self, placement: tuple[int, ...], num_layers: int, sizes: Callable[[], Sequence[int]]
@@ -221,7 +221,7 @@ class Options:
             return DeviceMap.from_cuts(cuts, placement)
         except PartitionError as error:
             key = "schedule" if num_layers < len(placement) and self._says("schedule") else "device_map"
-            self._refuse(key, str(error), cause=error)
+            self.refuse(key, str(error), cause=error)
 
     def _check_end(self, num_layers: int) -> None:
         text, (start, stop) = self._where("device_map")
@@ -229,7 +229,7 @@ class Options:
             # Parsed again from what the user wrote, where ranges may stand in another order.
             DeviceMap.parse(text[start:stop]).validate(num_layers)
         except PartitionError as error:
-            self._refuse("device_map", str(error), span=error.span, cause=error)
+            self.refuse("device_map", str(error), span=error.span, cause=error)
 
     def _check_placement(
         self, schedule: Schedule, placement: tuple[int, ...], wanted: tuple[int, ...], chunks: int
@@ -244,7 +244,7 @@ class Options:
                 return
             except schedules.ScheduleError as error:
                 why, cause = f" ({error})", error
-        self._refuse(
+        self.refuse(
             "device_map",
             f"the stages are, in layer order, on the ranks {_listed(placement)}, but "
             f"the schedule needs them on {_listed(wanted)}{why}",
@@ -258,7 +258,7 @@ class Options:
     def _where(self, key: str) -> tuple[str, Span]:
         return _shown(self.text, key, getattr(self, key))
 
-    def _refuse(
+    def refuse(
         self, key: str, problem: str, *, span: Span | None = None, cause: Exception | None = None
     ) -> NoReturn:
         text, whole = self._where(key)

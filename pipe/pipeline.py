@@ -1,42 +1,56 @@
 """The public face: a model, an option string and a schedule become something with a `step`."""
 
+import copy
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
 
 import partitioners
 import schedules
 from partitioners import DeviceMap
 from pipe import microbatch as cutting
-from pipe.agreement import LossInfo, Note, Opening, check_kinds, check_notes, check_openings
-from pipe.boundary import Parcel, Pytree, pack
+from pipe.across import Pending
+from pipe.agreement import LossInfo, Note, Opening, check_kinds, check_openings
+from pipe.boundary import Pytree
 from pipe.call import Call
 from pipe.distributed.failure import LostContact
-from pipe.distributed.groups import Groups, checked_device, world_size
+from pipe.distributed.groups import Groups, checked_device, mesh_replicas, world_size
 from pipe.distributed.transport import DistributedTransport
 from pipe.errors import PipelineError
 from pipe.executor import Run, execute
 from pipe.microbatch import Split, Weight
-from pipe.optimization import Named, OptimizerFactory, Updates, build_optimizer
-from pipe.options import Options, merge
-from pipe.program import Step, compile_program
+from pipe.offload import home_of
+from pipe.optimization import Gradients, Updates, Whole
+from pipe.optimizers import (
+    Built,
+    Named,
+    OptimizerFactory,
+    build_optimizer,
+    check_dense,
+    install,
+    is_elementwise,
+)
+from pipe.options import Options, Resolved, merge
+from pipe.precision import DTYPES, LossScaler, Precision
+from pipe.preparation import Batch, Kind, Pairs, Preparation, Prepared, with_collectives
 from pipe.randomness import generators, layer_seeds, preserved
+from pipe.reduction import Reduced
+from pipe.replica import Replica
+from pipe.sampling import BatchShard
+from pipe.shards import Held, Sharding
 from pipe.stage import Loss, Stage
-from pipe.transport import BATCH, InProcess, Key, Lane, Transport
+from pipe.transport import InProcess, Lane, Place, Transport, member_name
 from schedules import ACTIVATION, GRADIENT, Plan, Schedule
 
 T = TypeVar("T")
-Pairs: TypeAlias = Sequence[tuple[Any, Any]]
-
-# Shape numbers are remembered for this many different shapes; then all ranks forget them together.
-_REMEMBERED_SHAPES = 4096
 
 
 class Pipeline:
@@ -86,31 +100,53 @@ class Pipeline:
     ) -> None:
         self.metrics: dict[str, Tensor] = {}
         self.optimizer: torch.optim.Optimizer | None = None
+        self.scaler: LossScaler | None = None
         self.peak_live: dict[int, int] = {}
-        self._weight, self._split = weight, split
+        self.traffic: dict[int, dict[str, int]] = {}
         if not isinstance(options, str | Options):
             raise TypeError(
                 f"the second argument is an option string or an Options, not a {type(options).__name__}"
             )
         world = world_size(mesh)
         self._device = checked_device(device, world)
-        self._rank: int | None = None  # None: all ranks live here
+        self._member: int | None = None  # None: all members live here
         self._transport: Transport = InProcess()
         self._closed: str | None = None
         self._calls = 0
-        self._programs: dict[tuple[int, bool], dict[int, list[Step]]] = {}
-        # What the last stage's rank knows of the loss, in steps (True) and evaluations, by environment.
-        self._loss_info: dict[tuple[bool, int], LossInfo] = {}
-        self._signatures, self._shapes = _Numbers(), _Numbers()
+        self._replicas: list[Replica] = []
+        self._place = Place()
+        self._rank: int | None = None
         if world > 1:
             transport = DistributedTransport(Groups(mesh, self._device, _timeout(options)), self._device)
-            self._transport, self._rank = transport, transport.rank
+            self._transport, self._member = transport, transport.member
         try:
-            self._seed = self._agree_on(
-                lambda: self._build(model, merge(options, clip=clip), schedule, loss, optimizer, seed, world)
+            built = self._agree_on(
+                lambda: self._build(
+                    model,
+                    merge(options, clip=clip),
+                    schedule,
+                    loss,
+                    optimizer,
+                    seed,
+                    {"weight": weight, "split": split},
+                    world,
+                    mesh_replicas(mesh),
+                )
             )
             if isinstance(self._transport, DistributedTransport):
-                self._transport.open(_lanes(self.plan))
+                self._transport.open(_lanes(self.plan, self.dp), self.dp)
+                self._align()
+            self._agree_on(lambda: self._hold(built))
+            self._preparation = Preparation(
+                self._transport,
+                self._resolved,
+                built.plan,
+                self._replicas,
+                rank=self._rank,
+                device=self._device,
+                weight=weight,
+                split=split,
+            )
         except LostContact as error:
             self._fail(error)
         except BaseException:
@@ -119,19 +155,22 @@ class Pipeline:
 
     # ------------------------------------------------------------- construction
 
-    def _agree_on(self, build: Callable[[], Opening]) -> int:
-        """Builds this rank's part and makes sure that the others built theirs alike; returns the seed."""
+    def _agree_on(self, build: Callable[[], tuple[Opening, T]]) -> T:
+        """Builds this process's part and makes sure that the others built theirs alike."""
         failure: Exception | None = None
+        result: T | None = None
         try:
-            opening = build()
+            opening, result = build()
         except Exception as error:
             failure, opening = error, Opening(error=_words(error))
         # A rank that can't go on has to say so, or the others would wait for it.
         openings = self._transport.all_gather([opening])
         if failure is not None:
             raise failure
-        check_openings(openings)
-        return openings[0].seed
+        check_openings(openings, functools.partial(member_name, max(o.replicas for o in openings)))
+        if opening.plan:
+            self._seed = openings[0].seed
+        return result  # type: ignore[return-value]
 
     def _build(
         self,
@@ -141,15 +180,13 @@ class Pipeline:
         loss: Loss | None,
         optimizer: OptimizerFactory | None,
         seed: int | None,
+        functions: Mapping[str, object],
         world: int,
-    ) -> Opening:
+        replicas: int | None,
+    ) -> tuple[Opening, "_Parts"]:
+        """The stages and the user's optimizer, each by itself."""
         _check_callables(loss=loss, optimizer=optimizer, schedule=schedule)
-        for name, given in (
-            ("loss", loss),
-            ("optimizer", optimizer),
-            ("weight", self._weight),
-            ("split", self._split),
-        ):
+        for name, given in ({"loss": loss, "optimizer": optimizer} | dict(functions)).items():
             if given is not None and not callable(given):
                 raise TypeError(f"{name}= takes a function, not {given!r}")
         if seed is not None and not isinstance(seed, int):
@@ -159,64 +196,132 @@ class Pipeline:
         partitioners.check_model(model)
         sizes = functools.partial(partitioners.layer_sizes, model)
         self.options = options
-        self._resolved = resolved = options.resolve(len(model), world, sizes, schedule=schedule)
-        device_map = resolved.device_map
-        partitioners.shared_across_ranks(model, device_map)
-        self.plan = schedules.build(resolved.schedule, resolved.placement, resolved.chunks)
-        self._first, self._last = resolved.placement[0], resolved.placement[-1]
-        self._local = list(range(resolved.ranks)) if self._rank is None else [self._rank]
+        self._resolved = resolved = options.resolve(
+            len(model), world, sizes, schedule=schedule, replicas=replicas
+        )
+        partitioners.shared_across_ranks(model, resolved.device_map)
+        plan = schedules.build(resolved.schedule, resolved.placement, resolved.chunks)
+        self.plan = with_collectives(plan, resolved)
         self._num_layers = len(model)
-        devices = self._devices(resolved.ranks)
+        if self._member is not None:
+            self._rank, replica = divmod(self._member, resolved.dp)
+            self._place = Place(replica, resolved.dp)
+        else:
+            self._place = Place(0, resolved.dp)
+        self._local = list(range(resolved.ranks)) if self._rank is None else [self._rank]
+        devices = self._devices()
         if self._rank is None:
-            self._transport = InProcess(devices)
-        self.stages = {
-            index: Stage(
-                index,
-                module.to(devices[resolved.placement[index]]),
-                first_layer=device_map.stages[index].start,
-                is_first=index == 0,
-                is_last=index == len(device_map.stages) - 1,
-                device=devices[resolved.placement[index]],
-                loss=loss,
-            )
-            for index, module in partitioners.split(model, device_map, self._rank).items()
-        }
-        self._generators = [generator for device in set(devices) for generator in generators(device)]
+            self._transport = InProcess(devices, replicas=resolved.dp)
+        precision, dtypes = _precision(options, resolved, model)
         named = list(model.named_parameters())
-        owners = _owners(model, named, device_map)
-        groups: tuple[str, ...] = ()
+        owners = _owners(model, named, resolved.device_map)
+        described = tuple(
+            f"{name} {p.dtype}{list(p.shape)}{'' if p.requires_grad else ' frozen'}" for name, p in named
+        )
+        for place, copied in self._copies(model):
+            self._replicas.append(
+                Replica(
+                    place,
+                    copied,
+                    resolved.device_map,
+                    rank=self._rank,
+                    devices=devices[place.replica :: resolved.dp],
+                    loss=loss,
+                    precision=precision,
+                )
+            )
+        self._generators = [generator for device in set(devices) for generator in generators(device)]
+        built = None
         if optimizer is not None:
             owned = {name for (name, _), owner in zip(named, owners, strict=True) if owner in self._local}
             trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-            self.optimizer, groups = build_optimizer(optimizer, trained, owned)
-        self._updates = Updates(
-            named,
-            owners,
-            self._local,
-            optimizer=self.optimizer,
-            clip=resolved.clip,
-            device=devices[self._local[0]],
-        )
-        self._programs[resolved.chunks, True] = self._compile(self.plan)
-        return Opening(
+            built = build_optimizer(optimizer, trained, owned)
+            self.optimizer = built.optimizer
+        opening = Opening(
+            replicas=resolved.dp,
             options=str(options),
             plan=f"{type(resolved.schedule).__name__} {self.plan.digest[:16]}",
             seed=torch.initial_seed() if seed is None else seed,
             seed_given=seed is not None,
-            parameters=tuple(
-                f"{name} {p.dtype}{list(p.shape)}{'' if p.requires_grad else ' frozen'}" for name, p in named
-            ),
-            optimizer=groups,
+            parameters=described,
+            optimizer=built.words if built else (),
+        )
+        return opening, _Parts(plan, built, named, owners, dtypes, devices)
+
+    def _copies(self, model: nn.Sequential) -> Iterator[tuple[Place, nn.Sequential]]:
+        """The model itself, and in one process a copy of it for each other replica."""
+        yield self._place, model
+        if self._rank is None:
+            for replica in range(1, self._resolved.dp):
+                try:
+                    yield Place(replica, self._resolved.dp), copy.deepcopy(model)
+                except Exception as error:
+                    raise PipelineError(
+                        "in one process each replica is a copy of the model, and copy.deepcopy makes none: "
+                        f"{_words(error)} (under torchrun each process has its own)"
+                    ) from error
+
+    def _align(self) -> None:
+        """All replicas begin with the first one's parameters and buffers."""
+        for replica in self._replicas:
+            across = self._transport.across(replica.member(self._local[0]))
+            across.align(replica.tensors())
+
+    def _hold(self, parts: "_Parts") -> tuple[Opening, None]:
+        """Puts parameters where they are held, and master weights into the optimizer."""
+        resolved, gradients = self._resolved, None
+        device = parts.devices[self._place.member(self._local[0])]
+        if resolved.amp == "fp16":
+            fixed = resolved.loss_scale if isinstance(resolved.loss_scale, float) else None
+            self.scaler = LossScaler(fixed)
+        if resolved.dp > 1 or resolved.zero or resolved.amp != "off":
+            gradients = self._reduced(parts, device)
+        else:
+            gradients = Whole(parts.named, parts.owners, self._local, device)
+        self._updates = Updates(
+            gradients, optimizer=self.optimizer, clip=resolved.clip, scaler=self.scaler, device=device
+        )
+        return Opening(replicas=resolved.dp), None
+
+    def _reduced(self, parts: "_Parts", device: torch.device) -> Gradients:
+        resolved = self._resolved
+        check_dense(self.optimizer)
+        for replica in self._replicas:
+            replica.hold(
+                self._local,
+                groups=parts.built.groups if parts.built else {},
+                dtypes=parts.dtypes,
+                sharding=Sharding(resolved.zero, resolved.reduce_every),
+                bucket_mb=resolved.bucket_mb,
+                whole=bool(resolved.zero) and not is_elementwise(self.optimizer),
+                across=self._transport.across,
+                home=functools.partial(home_of, offload=resolved.offload),
+            )
+        if self.optimizer is not None:
+            install(self.optimizer, list(self._held()))
+        return Reduced(
+            {
+                replica.member(rank): holding
+                for replica in self._replicas
+                for rank, holding in replica.holdings.items()
+            },
+            replicas=resolved.dp,
+            num_parameters=len(parts.named),
+            checks_overflow=self.scaler is not None,
+            device=device,
         )
 
-    def _devices(self, ranks: int) -> list[torch.device]:
-        """Each rank's device, where it lives in this process."""
-        if self._rank is None and self._device == torch.device("cuda"):
-            return [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(ranks)]
-        return [self._device] * ranks
+    def _held(self) -> Iterator[Held]:
+        for replica in self._replicas:
+            yield from replica.held()
 
-    def _compile(self, plan: Plan) -> dict[int, list[Step]]:
-        return {r: compile_program(plan, r, self.stages, self._resolved.checkpoint) for r in self._local}
+    def _devices(self) -> list[torch.device]:
+        """Each member's device, where it lives in this process."""
+        members = self.ranks * self.dp
+        if self._rank is None and self._device == torch.device("cuda"):
+            count = torch.cuda.device_count()
+            return [torch.device("cuda", member // self.dp % count) for member in range(members)]
+        return [self._device] * members
 
     # -------------------------------------------------------------------- calls
 
@@ -248,22 +353,28 @@ class Pipeline:
             raise PipelineError(
                 "step needs an optimizer: pass optimizer= to Pipeline (or update=False to accumulate)"
             )
-        kind = f"step(update={update})"
-        call, runs = self._prepare(kind, inputs, targets, microbatches, trains=True)
-        weight = sum(call.weights)
+        kind = Kind(f"step(update={update})", trains=True, updates=update)
+        prepared = self._prepare(kind, Batch(inputs, targets, microbatches))
+        runs = prepared.runs
         try:
-            call.reference = self._updates.begin(weight)
-            call.seeds = layer_seeds(self._seed, self._calls, 0, call.microbatches, self._num_layers)
+            reference = self._updates.begin(prepared.weight)
+            for replica, call in zip(self._replicas, prepared.calls, strict=True):
+                call.reference, call.scaler = reference, self.scaler
+                call.seeds = layer_seeds(
+                    self._seed, self._calls, replica.place.replica, call.microbatches, self._num_layers
+                )
             self._calls += 1
             with preserved(self._generators), torch.enable_grad():
-                execute(runs, self._transport, call)
-            self._updates.accumulated(weight)
-            loss = self._share_loss(call)
+                execute(runs, self._transport)
+            self._updates.accumulated(prepared.weight)
+            loss = self._share_loss(prepared)
             if update:
                 self.metrics |= self._updates.update(self._transport)
+            self._rest()
         except BaseException as error:
             self._fail(error, runs, trains=True)
-        self.peak_live = {run.rank: run.peak_live for run in runs}
+        self.peak_live = {run.rank: run.peak_live for run in runs[: len(self._local)]}
+        self.traffic = self._sent()
         return loss
 
     def evaluate(
@@ -274,12 +385,14 @@ class Pipeline:
         Arguments and errors as for `step`.
         """
         with self._evaluating():
-            call, runs = self._prepare("evaluate", inputs, targets, microbatches, trains=False)
+            prepared = self._prepare(Kind("evaluate", trains=False), Batch(inputs, targets, microbatches))
             try:
-                execute(runs, self._transport, call)
-                return self._share_loss(call)
+                execute(prepared.runs, self._transport)
+                loss = self._share_loss(prepared)
+                self._rest()
+                return loss
             except BaseException as error:
-                self._fail(error, runs)
+                self._fail(error, prepared.runs)
 
     def predict(self, inputs: Pytree = None, *, to: Literal["all", "last"] = "all") -> Pytree:
         """The model's output for a batch in eval mode, without gradients, its rows in the batch's order.
@@ -291,141 +404,33 @@ class Pipeline:
         """
         if to not in ("all", "last"):
             raise ValueError(f'to={to!r}: it must be "all" or "last"')
-        kind = f"predict(to={to!r})"
+        kind = Kind(f"predict(to={to!r})", trains=False, predicts=True)
         with self._evaluating():
-            call, runs = self._prepare(kind, inputs, None, None, trains=False, predicts=True)
+            prepared = self._prepare(kind, Batch(inputs))
             try:
-                execute(runs, self._transport, call)
-                rows = None
-                if self._owns(self._last):
+                execute(prepared.runs, self._transport)
+                rows, last = None, self.plan.placement[-1]
+                if self._rank in (None, last):
                     rows = cutting.join(
-                        [call.predictions[index].value() for index in range(call.microbatches)]
+                        [
+                            call.predictions[index].value()
+                            for call in prepared.calls
+                            for index in range(call.microbatches)
+                        ]
                     )
-                return rows if to == "last" else self._transport.broadcast_value(rows, self._last)
+                self._rest()
+                return (
+                    rows if to == "last" else self._transport.broadcast_value(rows, self._place.member(last))
+                )
             except BaseException as error:
-                self._fail(error, runs)
+                self._fail(error, prepared.runs)
 
-    # ------------------------------------------------------- before a call: agree
-
-    def _prepare(
-        self,
-        kind: str,
-        inputs: Pytree,
-        targets: Pytree,
-        pairs: Pairs | None,
-        *,
-        trains: bool,
-        predicts: bool = False,
-    ) -> tuple[Call, list[Run]]:
-        """Cuts the batch, makes sure that all ranks mean the same call, and lays out its runs."""
+    def _prepare(self, kind: Kind, batch: Batch) -> Prepared:
         self._check_open()
-        failure: Exception | None = None
-        cut = cutting.Cut()
         try:
-            if trains and torch.is_inference_mode_enabled():
-                raise PipelineError("step can't train inside of torch.inference_mode()")
-            cut = cutting.cut(inputs, targets, pairs, chunks=self.chunks, split_by=self._split)
-            note = self._note(kind, cut, trains, predicts)
-        except Exception as error:
-            failure, note = error, Note(kind, error=_words(error))
-        notes = self._all_gather(note)
-        if failure is not None:
-            raise failure
-        first, last = (0, 0) if self._rank is None else (self._first, self._last)
-        count = check_notes(notes, first, last, targeted=not predicts)
-        weights = notes[last].weights or (1.0,) * count
-        programs = self._program(count, trains)
-        signatures = notes[first].signatures
-        assert signatures is not None
-        environment = tuple(note.environment for note in notes)
-        if len(self._shapes) > _REMEMBERED_SHAPES:  # on all ranks at once: they number the same things
-            self._shapes.forget()
-            self._signatures.forget()
-            self._transport.forget_shapes()
-            for stage in self.stages.values():
-                stage.forget_shapes()
-        keys = [
-            self._shapes.of((trains and weight > 0, signature, environment))
-            for weight, signature in zip(weights, signatures, strict=True)
-        ]
-        call = Call(
-            trains,
-            count,
-            keys,
-            weights,
-            1.0,
-            targets=cut.targets,
-            predicts=predicts,
-            loss_info=notes[last].loss,
-            environment=note.environment,
-        )
-        runs = [Run(rank, programs[rank]) for rank in self._local]
-        for run in runs:
-            if run.rank == self._first:
-                run.mailbox.update(_posted(cut.inputs))
-        return call, runs
-
-    def _note(self, kind: str, cut: cutting.Cut, trains: bool, predicts: bool) -> Note:
-        """What this process tells the others before a call."""
-        owns_first, owns_last = self._owns(self._first), self._owns(self._last) and not predicts
-        inputs, targets = (cut.inputs if owns_first else None), (cut.targets if owns_last else None)
-        if owns_last and self.stages[len(self.plan.placement) - 1].loss is None:
-            raise PipelineError(f"{kind} needs a loss: pass loss= to Pipeline")
-        for part in (inputs, targets):
-            if part is not None and self._has_fixed_plan:
-                self._check_fixed(len(part), trains)
-        environment = self._signatures.of(self._environment())
-        return Note(
-            kind,
-            inputs=cut.input_samples,
-            targets=cut.target_samples,
-            prints=self._prints(cut, predicts),
-            cut_inputs=None if cut.inputs is None else len(cut.inputs),
-            cut_targets=None if cut.targets is None or predicts else len(cut.targets),
-            call=self._calls,
-            signatures=None if inputs is None else tuple(self._signatures.of(_signature(x)) for x in inputs),
-            environment=environment,
-            weights=None if targets is None else tuple(cutting.weigh(targets, self._weight)),
-            loss=self._loss_info.get((trains, environment)),
-        )
-
-    def _prints(self, cut: cutting.Cut, predicts: bool) -> tuple[int | None, int | None]:
-        """Fingerprints of inputs and targets, where there are other ranks to compare them with."""
-        if self._rank is None:
-            return None, None
-        return cutting.fingerprint(cut.inputs), None if predicts else cutting.fingerprint(cut.targets)
-
-    @property
-    def _has_fixed_plan(self) -> bool:
-        """Whether the plan is a file's, for so many microbatches and no others."""
-        return isinstance(self._resolved.schedule, schedules.CSVFile)
-
-    def _check_fixed(self, count: int, trains: bool) -> None:
-        if count > self.chunks or (trains and count != self.chunks):
-            made = "1 microbatch" if count == 1 else f"{count} microbatches"
-            raise ValueError(
-                f"{made}, but the CSV plan is for {self.chunks}: a step needs {self.chunks} samples or more "
-                "(drop_last=True in a DataLoader leaves out a shorter last batch)"
-            )
-
-    def _environment(self) -> Hashable:
-        """What shapes this process's outputs beside its inputs."""
-        kind = self._device.type
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return (autocast, *(stage.fingerprint() for stage in self.stages.values()))
-
-    def _program(self, microbatches: int, trains: bool) -> dict[int, list[Step]]:
-        """This process's programs for a number of microbatches, made and compared at their first use."""
-        programs = self._programs.get((microbatches, trains))
-        if programs is None:
-            plan = self.plan
-            if microbatches != self.chunks and not (self._has_fixed_plan and not trains):
-                plan = schedules.build(self._resolved.schedule, plan.placement, microbatches)
-            if not trains:
-                plan = schedules.forward_only(plan, microbatches)
-            check_openings([Opening(plan=digest) for digest in self._all_gather(plan.digest)])
-            programs = self._programs[microbatches, trains] = self._compile(plan)
-        return programs
+            return self._preparation.prepare(kind, batch, made=self._calls)
+        except LostContact as error:
+            self._fail(error)
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -437,49 +442,83 @@ class Pipeline:
         except LostContact as error:
             self._fail(error)
 
-    def _owns(self, rank: int) -> bool:
-        return self._rank is None or self._rank == rank
-
     # --------------------------------------------------------------- after a call
 
-    def _share_loss(self, call: Call) -> Tensor:
-        """The call's mean loss on every rank; sets `metrics`."""
-        mean, values, found = torch.zeros((), dtype=torch.float64), {}, None
-        if call.losses:
-            mean = call.mean(call.losses)
-            values = {name: call.mean(numbers) for name, numbers in _columns(call.metrics).items()}
-            found = LossInfo(next(iter(call.losses.values())).dtype, tuple(values))
-            self._loss_info[call.trains, call.environment] = found
-        info = call.loss_info
-        if self._rank is None:
-            info = found
-        elif info is None:
-            info = self._transport.all_gather([found])[self._last]
-        elif found not in (None, info):
-            raise PipelineError(f"loss gave {found}, and {info} in earlier calls: ranks must know beforehand")
+    def _share_loss(self, prepared: Prepared) -> Tensor:
+        """The call's mean loss, over all replicas, on every rank; sets `metrics`."""
+        found = [_loss_info(call) for call in prepared.calls]
+        for call, info in zip(prepared.calls, found, strict=True):
+            if info is not None:
+                self._preparation.learn_loss(call, info)
+        info = self._loss_info(prepared.calls[0], found)
+        names = info.names if info else ()
+        own = [
+            call.mean_of(names) if there else torch.zeros(1 + len(names), dtype=torch.float64)
+            for call, there in zip(prepared.calls, found, strict=True)
+        ]
+        numbers = self._mean_of_replicas(own, prepared)
         info = info or LossInfo(torch.get_default_dtype(), ())
-        numbers = torch.stack([mean, *values.values()])
-        if self._rank is not None:
-            numbers = numbers.to(self._device) if found is not None else self._zeros(1 + len(info.names))
-            numbers = self._transport.broadcast(numbers, self._last)
         # A metric may be a count, which a half-precision loss's type could not hold.
         metrics = numbers[1:].to(torch.promote_types(info.dtype, torch.float32))
         self.metrics = dict(zip(info.names, metrics, strict=True))
         return numbers[0].to(info.dtype)
 
-    def _zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.float64, device=self._device)
+    def _loss_info(self, call: Call, found: Sequence[LossInfo | None]) -> LossInfo | None:
+        """What there is to share: known from earlier calls, or told now by those that have a loss."""
+        known = call.loss_info
+        if self._rank is None or known is None:
+            everyone = [info for part in self._transport.all_gather([list(found)]) for info in part]
+            there = [info for info in everyone if info is not None]
+            known = there[0] if there else None
+        else:
+            there = [info for info in found if info is not None]
+        if any(info != known for info in there):
+            raise PipelineError(
+                f"loss gave {there}, and {known} in earlier calls: ranks must know beforehand"
+            )
+        return known
+
+    def _mean_of_replicas(self, own: Sequence[Tensor], prepared: Prepared) -> Tensor:
+        """Each replica's numbers, weighed, as the last stages' ranks have them."""
+        own = [numbers.to(self._home) for numbers in own]
+        last = self.plan.placement[-1]
+        if self._rank is None:
+            everyone = list(own)
+        elif self.dp == 1:
+            return self._transport.broadcast(own[0], last)
+        else:
+            members = self.ranks * self.dp
+            said = self._transport.all_gather_tensors(own, [own[0].numel()] * members)
+            everyone = said[last * self.dp : (last + 1) * self.dp]
+        if len(everyone) == 1:
+            return everyone[0]
+        total = prepared.weight or 1.0
+        shares = [weight / total for weight in prepared.weights]
+        return torch.stack([numbers * share for numbers, share in zip(everyone, shares, strict=True)]).sum(0)
+
+    def _rest(self) -> None:
+        for replica in self._replicas:
+            replica.rest()
+
+    def _sent(self) -> dict[int, dict[str, int]]:
+        """What was sent since it was asked for last, by rank."""
+        sent = {}
+        for replica in self._replicas:
+            for rank in self._local:
+                counter = self._transport.across(replica.member(rank)).sent
+                sent.setdefault(rank, dict(counter))
+                counter.clear()
+        return sent
 
     def _fail(self, error: BaseException, runs: Sequence[Run] = (), *, trains: bool = False) -> NoReturn:
         """Ends a call that failed. In one process the next may succeed; between processes all is over."""
-        for stage in self.stages.values():
-            stage.saved.clear()
-            stage.deferred.clear()
+        for replica in self._replicas:
+            replica.forget()
         if trains:
             self._updates.discard()
         for run in runs:
             run.mailbox.clear()  # parcels under way hold on to their connection
-        instead = self._transport.fail(error, runs[0].stands_at() if runs else f"rank {self._rank}")
+        instead = self._transport.fail(error, runs[0].stands_at() if runs else self._name)
         if self._rank is not None:
             self._closed = f" since a call failed: {_words(error)}"
         if instead is not None:
@@ -491,9 +530,9 @@ class Pipeline:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Eval mode without gradients; afterwards every module's mode is as it was."""
-        modules = [module for stage in self.stages.values() for module in stage.module.modules()]
+        modules = [module for replica in self._replicas for module in replica.modules()]
         modes = [module.training for module in modules]
-        for stage in self.stages.values():
+        for stage in (stage for replica in self._replicas for stage in replica.stages.values()):
             stage.module.eval()
         try:
             with torch.no_grad():
@@ -505,24 +544,96 @@ class Pipeline:
                     module.train(mode)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
-        """Parameters and persistent buffers under the unsplit model's names.
+        """Parameters and persistent buffers under the unsplit model's names, in the precision that they are
+        trained in.
+
+        A collective of all ranks where `full`, and where master weights are sharded over replicas.
 
         Args:
-            full: gather all stages on the CPU of rank 0 (a collective; empty on other ranks). Otherwise this
-                process's own stages, not copied: everything, in one process.
+            full: gather all stages on the CPU of rank 0 (empty on other ranks). Otherwise this process's own
+                stages: everything, in one process. What isn't gathered for it isn't copied.
         """
-        own = {index: stage.module.state_dict() for index, stage in self.stages.items()}
-        if full:
+        is_scattered = self.dp > 1 and any(held.is_scattered for held in self._held())
+        if full or (is_scattered and self._rank is not None):
             self._check_open()
-            check_kinds(self._all_gather(Note("state_dict(full=True)")))
-            try:
+            kind = Note(f"state_dict(full={full})")
+            check_kinds(
+                [(self._member_name(member), note) for member, note in enumerate(self._all_gather(kind))]
+            )
+        try:
+            own = self._states()
+            if full:
+                mine = own if self._place.replica == 0 else {}
                 parts = self._transport.gather(
-                    [pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), own)]
+                    [pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), mine)]
                 )
-            except LostContact as error:
-                self._fail(error)
-            own = {index: state for part in parts or [] for index, state in part.items()}
+                own = {index: state for part in parts or [] for index, state in part.items()}
+        except LostContact as error:
+            self._fail(error)
         return {name: value for index in sorted(own) for name, value in own[index].items()}
+
+    def _states(self) -> dict[int, dict[str, Any]]:
+        """The state of each stage of this process's first replica."""
+        pending: list[Pending] = []
+        values: dict[int, Tensor] = {}
+        for replica in self._replicas:
+            trained = dict(replica.named)
+            for held in replica.held():
+                one, found = held.values()
+                pending.append(one)
+                if replica is self._replicas[0]:
+                    values |= {id(trained[name]): value for name, value in found.items()}
+        for one in pending:
+            one()
+        states = {}
+        for index, stage in self.stages.items():
+            states[index] = state = stage.module.state_dict()
+            for name, parameter in stage.module.named_parameters(remove_duplicate=False):
+                if name in state and id(parameter) in values:
+                    state[name] = values[id(parameter)]
+        return states
+
+    def shard(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> BatchShard:
+        """This process's share of each batch: a batch sampler, for `DataLoader(dataset, batch_sampler=...)`.
+
+        Args:
+            batch_size: of the global batch, which all replicas share, so that a run doesn't depend on how
+                many there are. In one process the share is all of it.
+        """
+        share = Place() if self._rank is None else self._place
+        return BatchShard(
+            dataset,
+            batch_size,
+            share.replica,
+            share.replicas,
+            replicas=self.dp,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+    @property
+    def stages(self) -> dict[int, Stage]:
+        """This process's stages; in one process, those of replica 0."""
+        return self._replicas[0].stages
+
+    @property
+    def dp(self) -> int:
+        """Replicas of the pipeline."""
+        return self._resolved.dp
+
+    @property
+    def replica(self) -> int | None:
+        """This process's replica; None where all live in it."""
+        return None if self._rank is None else self._place.replica
 
     @property
     def chunks(self) -> int:
@@ -541,17 +652,31 @@ class Pipeline:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that should log: rank 0, or the only one."""
-        return not self._rank
+        """Whether this is the process that should log: rank 0 of replica 0, or the only one."""
+        return not self._member
 
     @property
     def bubble(self) -> float:
         """The share of a step in which ranks are predicted to wait, under the schedules' default costs."""
         return self.plan.bubble
 
+    @property
+    def _home(self) -> torch.device:
+        """Where this process's own numbers are."""
+        return self.stages[min(self.stages)].device
+
+    @property
+    def _name(self) -> str:
+        return "this process" if self._rank is None else self._place.name(self._rank)
+
+    def _member_name(self, member: int) -> str:
+        return member_name(self.dp, member)
+
     def __repr__(self) -> str:
-        where = "in one process" if self._rank is None else f"this is rank {self._rank}"
-        return f"Pipeline({str(self.options)!r}: {self.ranks} ranks, {where}; {list(self.stages.values())})"
+        where = "in one process" if self._rank is None else f"this is {self._name}"
+        copies = "" if self.dp == 1 else f" x {self.dp} replicas"
+        stages = list(self.stages.values())
+        return f"Pipeline({str(self.options)!r}: {self.ranks} ranks{copies}, {where}; {stages})"
 
     def close(self) -> None:
         """Gives connections back; the pipeline can't be used afterwards. Closing twice does nothing."""
@@ -567,7 +692,7 @@ class Pipeline:
     ) -> None:
         if error is not None and self._closed is None:
             # Between two calls the others can't see that this rank is gone, and would wait.
-            self._transport.fail(error, f"rank {self._rank}, between two calls")
+            self._transport.fail(error, f"{self._name}, between two calls")
         self.close()
 
 
@@ -593,56 +718,42 @@ def _check_callables(*, loss: object, optimizer: object, schedule: object) -> No
             raise TypeError(f"schedule= needs the methods placement and orders; this lacks {missing}")
 
 
-class _Numbers:
-    """Gives equal things equal numbers, never used twice."""
+class _Parts(NamedTuple):
+    """What `_build` leaves for `_hold`."""
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, int] = {}
-        self._next = 0
-
-    def of(self, thing: Hashable) -> int:
-        number = self._known.get(thing)
-        if number is None:
-            number = self._known[thing] = self._next
-            self._next += 1
-        return number
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def forget(self) -> None:
-        self._known.clear()
+    plan: Plan
+    built: Built | None
+    named: Named
+    owners: list[int]
+    dtypes: Mapping[str, torch.dtype]
+    devices: list[torch.device]
 
 
-def _signature(microbatch: Pytree) -> Hashable:
-    """What of an input shapes the outputs: structure, shapes, dtypes, and values that may be sizes."""
-    tensors, layout = pack(microbatch)
-    if any(tensor.requires_grad for tensor in tensors):
-        raise ValueError("inputs that require a gradient would not get one: detach() them")
-    shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-    if layout.spec is None:
-        return shapes
-    telling = tuple(value for value in layout.values if isinstance(value, int | str))
-    return (shapes, repr(layout.spec), layout.kinds, telling)
+def _precision(
+    options: Options, resolved: Resolved, model: nn.Module
+) -> tuple[Precision | None, Mapping[str, torch.dtype]]:
+    """What computes in half precision, and the type of each parameter then."""
+    if resolved.amp == "off":
+        return None, {}
+    precision = Precision(
+        DTYPES[resolved.amp], keep_batchnorm=resolved.keep_batchnorm_fp32, keep=resolved.keep_fp32
+    )
+    try:
+        return precision, precision.dtypes(model)
+    except ValueError as error:
+        options.refuse("keep_fp32" if resolved.keep_fp32 else "keep_batchnorm_fp32", str(error), cause=error)
 
 
-def _posted(inputs: Sequence[Pytree] | None) -> dict[Key, Parcel]:
-    """The microbatches of the batch as they lie in the first stage's mailbox."""
-    parcels = {}
-    for index, microbatch in enumerate(inputs or ()):
-        tensors, layout = pack(microbatch)
-        parcels[Key(ACTIVATION, BATCH, 0, index)] = Parcel(tensors, layout, (False,) * len(tensors))
-    return parcels
-
-
-def _columns(metrics: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, Any]]:
-    """Metrics by name, then by microbatch; every microbatch must have the same names."""
-    rows = list(metrics.values())
+def _loss_info(call: Call) -> LossInfo | None:
+    """What a call has shown of the loss, where it had any."""
+    if not call.losses:
+        return None
+    rows = list(call.metrics.values())
     names = list(rows[0]) if rows else []
-    for index, row in metrics.items():
+    for index, row in call.metrics.items():
         if list(row) != names:
             raise PipelineError(f"loss returned metrics {names}, and {list(row)} in microbatch {index}")
-    return {name: {index: row[name] for index, row in metrics.items()} for name in names}
+    return LossInfo(next(iter(call.losses.values())).dtype, tuple(names))
 
 
 def _owners(model: nn.Sequential, named: Named, device_map: DeviceMap) -> list[int]:
@@ -656,14 +767,15 @@ def _owners(model: nn.Sequential, named: Named, device_map: DeviceMap) -> list[i
     return [rank_of[layers[name.split(".")[0]]] for name, _ in named]
 
 
-def _lanes(plan: Plan) -> list[Lane]:
-    """The channels that a plan's edges need."""
+def _lanes(plan: Plan, replicas: int) -> list[Lane]:
+    """The channels that a plan's edges need, in all replicas."""
     found = set()
     for edge in plan.edges:
         for value in (ACTIVATION, GRADIENT):
             sender, receiver = (plan.placement[stage] for stage in schedules.route_of(value, edge))
             if sender != receiver:
-                found.add(Lane(sender, receiver, value))
+                for place in (Place(replica, replicas) for replica in range(replicas)):
+                    found.add(Lane(place.member(sender), place.member(receiver), value))
     return sorted(found)
 
 

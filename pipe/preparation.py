@@ -60,7 +60,7 @@ class Preparation:
     """Prepares the calls of one pipeline.
 
     Args:
-        plan: of a full batch.
+        plan: of a full batch, without what replicas do together (`with_collectives`).
         replicas: that live in this process.
         rank: of this process; None where all ranks live in it.
         weight, split: the user's own ways to weigh and to cut.
@@ -92,7 +92,7 @@ class Preparation:
         self._loss_info: dict[tuple[bool, int], LossInfo] = {}
         self._signatures, self._shapes = _Numbers(), _Numbers()
         # Found out before any call, so that a plan that the engine can't run is refused at once.
-        self._programs[plan.microbatches, True, True] = self._compile(plan)
+        self._programs[plan.microbatches, True, True] = self._compile(with_collectives(plan, resolved))
 
     def prepare(self, kind: Kind, batch: Batch, *, made: int) -> Prepared:
         """Agrees with all ranks on a call.
@@ -157,7 +157,7 @@ class Preparation:
         """Notes by replica. In one process one note speaks for all ranks of its replica."""
         replicas = self._resolved.dp
         if self._rank is None:
-            return [Row([note], 0, 0, lambda _, i=i: f"replica {i}") for i, note in enumerate(notes)]
+            return [Row([note], 0, 0, partial(_replica_name, index)) for index, note in enumerate(notes)]
         return [
             Row(notes[index::replicas], self._first, self._last, Place(index, replicas).name)
             for index in range(replicas)
@@ -287,6 +287,10 @@ def with_collectives(plan: Plan, resolved: Resolved, *, reduces: bool = True) ->
     return schedules.add_collectives(plan, reduce_every=every, unshard=unshards)
 
 
+def _replica_name(replica: int, rank: int) -> str:
+    return f"replica {replica}"
+
+
 class _Numbers:
     """Gives equal things equal numbers, never used twice."""
 
@@ -327,4 +331,3 @@ def _posted(inputs: Sequence[Pytree] | None) -> Mapping[Key, Parcel]:
         tensors, layout = pack(microbatch)
         parcels[Key(ACTIVATION, BATCH, 0, index)] = Parcel(tensors, layout, (False,) * len(tensors))
     return parcels
-

@@ -134,7 +134,7 @@ def _reduced(steps: Sequence[Step], holding: Holding) -> dict[int, list[Held]]:
             rounds.setdefault(step.stage.index, []).append(position)
     reduced: dict[int, list[Held]] = {position: [] for positions in rounds.values() for position in positions}
     for held in holding.held:
-        for positions in zip(*(rounds[stage] for stage in held.bucket.stages), strict=True):
+        for positions in zip(*(rounds.get(stage, ()) for stage in held.bucket.stages), strict=True):
             reduced[max(positions)].append(held)
     return reduced
 
@@ -157,9 +157,7 @@ def _transfer(plan: Plan, stage: Stage, action: Action, place: Place) -> Step:
     assert spec.carries is not None
     sender, receiver = schedules.route(action.op, action.stage, action.peer)
     key = Key(spec.carries, sender, receiver, action.microbatch)
-    lane = Lane(
-        place.member(plan.placement[sender]), place.member(plan.placement[receiver]), spec.carries
-    )
+    lane = Lane(place.member(plan.placement[sender]), place.member(plan.placement[receiver]), spec.carries)
     if spec.sends:
         return Step(Kind.SEND, action, stage, action.microbatch, takes=key, lane=lane)
     return Step(Kind.RECEIVE, action, stage, action.microbatch, gives=key, lane=lane)

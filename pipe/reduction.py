@@ -104,7 +104,7 @@ class Reduced:
                 held.gradient.mul_(coefficient.to(held.gradient.device))
 
     def step(self, optimizer: optim.Optimizer) -> None:
-        there = [held for held in self._held() if held.masters and held.gradient is not None]
+        there = [held for held in self._held() if held.trains and held.gradient is not None]
         if is_elementwise(optimizer) and not is_observed(optimizer):
             pending = _step_by_bucket(optimizer, there)
         else:

@@ -1,4 +1,4 @@
-"""One copy of the whole pipeline, as far as it lives in this process: its stages, and how it holds parameters."""
+"""One copy of the whole pipeline, as far as it lives in this process: stages, and who holds parameters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -67,7 +67,7 @@ class Replica:
             yield from stage.module.modules()
 
     def parameters_of(self, rank: int) -> dict[int, tuple[int, ...]]:
-        """Which parameters a rank's stages have, by their number in the unsplit model, and in which stages."""
+        """The parameters of a rank, by their number in the unsplit model, and the stages that have them."""
         stages: dict[int, list[int]] = {}
         for index, stage in self.stages.items():
             if self._placement[index] == rank:
@@ -81,7 +81,9 @@ class Replica:
 
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers, each once."""
-        found = [t for stage in self.stages.values() for t in (*stage.module.parameters(), *stage.module.buffers())]
+        found = [
+            t for stage in self.stages.values() for t in (*stage.module.parameters(), *stage.module.buffers())
+        ]
         return list({id(tensor): tensor for tensor in found}.values())
 
     def hold(

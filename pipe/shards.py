@@ -71,7 +71,7 @@ class Held:
         self.pieces = list(bucket.pieces(self._share))
         self._device = parameters[0].device
         # The optimizer has only those parameters that it was made with.
-        self._trains = bucket.group is not None
+        self.trains = bucket.group is not None
         self._rests = False  # ZeRO-3: whether the parameters are stand-ins
         self._weights, self._master = self._hold()
         self.masters = list(self._made_masters())
@@ -91,9 +91,9 @@ class Held:
         zero, bucket = self._sharding.zero, self.bucket
         is_half = bucket.dtype != bucket.sum_dtype
         weights = master = None
-        if zero == 3 or (zero and self._trains):
+        if zero == 3 or (zero and self.trains):
             weights = torch.zeros(bucket.size, dtype=bucket.dtype, device=self._device)
-        if self._trains and (is_half or zero == 3 or self.home.offloads):
+        if self.trains and (is_half or zero == 3 or self.home.offloads):
             master = self._filled(self.home.empty(len(self._share), bucket.sum_dtype))
         elif zero == 3:
             master = self._filled(torch.empty(len(self._share), dtype=bucket.dtype, device=self._device))
@@ -103,7 +103,7 @@ class Held:
                     parameter.data = slot.view(weights).copy_(parameter)
                 elif parameter.dtype != bucket.dtype:
                     parameter.data = parameter.detach().to(bucket.dtype)
-        if master is None and weights is not None and self._trains:
+        if master is None and weights is not None and self.trains:
             master = weights[self._share.start : self._share.stop]
         if zero == 3:
             assert weights is not None
@@ -129,7 +129,7 @@ class Held:
 
     def _made_masters(self) -> Iterator[nn.Parameter]:
         """What the optimizer gets: one for each piece."""
-        if not self._trains:
+        if not self.trains:
             return
         if self._master is None:
             yield from self.parameters
@@ -231,6 +231,7 @@ class Held:
             flat = self._in_transit()
         if self._sharding.zero >= 2:
             self._sums = [None] * len(self.parameters)
+            self._full = None  # what comes meanwhile needs another buffer
         return Reduction(self, self.across.reduce_scatter(flat, self.bucket.cuts), flat)
 
     def _in_transit(self) -> Tensor:
@@ -247,9 +248,11 @@ class Held:
                 view.copy_(gradient) if total is None else view.add_(gradient)
         return flat
 
-    def add(self, reduced: Tensor) -> None:
+    def add(self, flat: Tensor) -> None:
         """ZeRO-2 and 3: adds a reduction's result to this replica's share of the gradient."""
-        reduced = share(reduced, self.bucket.cuts, self.across.index)
+        if self._sharding.accumulates and self._full is None:
+            self._full = flat
+        reduced = share(flat, self.bucket.cuts, self.across.index)
         if self._shard is None:
             self._shard = torch.empty_like(reduced)
         if self._shard_is_empty:
@@ -310,7 +313,7 @@ class Held:
     def publish(self) -> Pending:
         """Brings stepped master weights to the parameters of all replicas."""
         weights, master = self._weights, self._master
-        if not self._trains or self._sharding.zero == 3 or master is None:
+        if not self.trains or self._sharding.zero == 3 or master is None:
             return done
         if weights is None:
             views = [slot.view(master) for slot in self.bucket.slots]

@@ -64,6 +64,7 @@ class DistributedAcross:
         for tensor in tensors:
             there = tensor.detach()
             whole = there.contiguous()
+            works: list[tuple[Any, int | None]]
             if there.is_cuda:
                 options = dist.BroadcastOptions()
                 options.rootRank = 0

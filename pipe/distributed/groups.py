@@ -191,7 +191,9 @@ def _members(mesh: DeviceMesh | None) -> list[int]:
     names, here = mesh.mesh_dim_names, mesh.get_coordinate()
     assert names is not None and here is not None
     # What this process's other coordinates (a tensor-parallel one, say) leave of the mesh.
-    left = mesh.mesh[tuple(slice(None) if n in ("pp", "dp") else at for n, at in zip(names, here, strict=True))]
+    left = mesh.mesh[
+        tuple(slice(None) if n in ("pp", "dp") else at for n, at in zip(names, here, strict=True))
+    ]
     if "dp" in names and names.index("dp") < names.index("pp"):
         left = left.t()
     return [int(rank) for rank in left.reshape(-1)]

@@ -82,9 +82,7 @@ class DistributedTransport:
         self.size = groups.size
         self._groups: Groups | None = groups
         self._device = device
-        self._bulletin = Bulletin(
-            groups.store, groups.member, groups.size, groups.timeout, groups.name
-        )
+        self._bulletin = Bulletin(groups.store, groups.member, groups.size, groups.timeout, groups.name)
         self.name = groups.name
         self._across: DistributedAcross | None = None
         self._shapes: dict[tuple[int, int, int], _Shape] = {}  # by edge and the call's shape number
