@@ -130,7 +130,7 @@ class Pipeline:
                     seed,
                     {"weight": weight, "split": split},
                     world,
-                    mesh_replicas(mesh),
+                    mesh_replicas(mesh) if world > 1 else None,
                 )
             )
             if isinstance(self._transport, DistributedTransport):
@@ -556,10 +556,8 @@ class Pipeline:
         is_scattered = self.dp > 1 and any(held.is_scattered for held in self._held())
         if full or (is_scattered and self._rank is not None):
             self._check_open()
-            kind = Note(f"state_dict(full={full})")
-            check_kinds(
-                [(self._member_name(member), note) for member, note in enumerate(self._all_gather(kind))]
-            )
+            said = self._all_gather([Note(f"state_dict(full={full})")])
+            check_kinds([(self._member_name(member), notes[0]) for member, notes in enumerate(said)])
         try:
             own = self._states()
             if full:
