@@ -47,6 +47,7 @@ from pipe.replica import Replica
 from pipe.sampling import BatchShard
 from pipe.shards import Held, Sharding
 from pipe.stage import Loss, Stage
+from pipe.sync_batch_norm import synchronize
 from pipe.transport import InProcess, Lane, Place, Transport, member_name
 from schedules import ACTIVATION, GRADIENT, Plan, Schedule
 
@@ -269,6 +270,10 @@ class Pipeline:
 
     def _hold(self, parts: "_Parts") -> tuple[Opening, None]:
         """Puts parameters where they are held, and master weights into the optimizer."""
+        for replica in self._replicas:
+            for index, stage in replica.stages.items():
+                across = self._transport.across(replica.member(self.plan.placement[index]))
+                synchronize(stage.module, across)
         resolved, gradients = self._resolved, None
         device = parts.devices[self._place.member(self._local[0])]
         if resolved.amp == "fp16":
@@ -356,6 +361,7 @@ class Pipeline:
         kind = Kind(f"step(update={update})", trains=True, updates=update)
         prepared = self._prepare(kind, Batch(inputs, targets, microbatches))
         runs = prepared.runs
+        self._sent()  # what other calls have sent is none of this one's
         try:
             reference = self._updates.begin(prepared.weight)
             for replica, call in zip(self._replicas, prepared.calls, strict=True):
@@ -501,8 +507,8 @@ class Pipeline:
             replica.rest()
 
     def _sent(self) -> dict[int, dict[str, int]]:
-        """What was sent since it was asked for last, by rank."""
-        sent = {}
+        """What replicas have sent each other since this was asked last, by rank."""
+        sent: dict[int, dict[str, int]] = {}
         for replica in self._replicas:
             for rank in self._local:
                 counter = self._transport.across(replica.member(rank)).sent
