@@ -36,4 +36,3 @@ def test_every_way_trains_alike(
         assert_same(found, expected, bitwise=bitwise)
     for mine, theirs in zip(found.losses, expected.losses, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.05)
-
