@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,6 +80,7 @@ class Parts:
         replicas: that live in it, of these ranks.
         devices: by member.
         named: all parameters of the unsplit model, frozen ones too, that may thaw; `owners` has their ranks.
+        shared: the frozen parameters that stages of different ranks have, by name.
         dtypes: what parameters compute in, by name, where it isn't their own type.
     """
 
@@ -96,6 +97,7 @@ class Parts:
     generators: Sequence[torch.Generator]
     named: Named
     owners: Sequence[int]
+    shared: Collection[str]
     dtypes: Mapping[str, torch.dtype]
     built: Built | None
 
@@ -135,7 +137,7 @@ def assemble(given: Arguments, spot: Spot) -> tuple[Opening, Parts]:
     partitioners.check_model(model)
     sizes = functools.partial(partitioners.layer_sizes, model)
     resolved = options.resolve(len(model), spot.world, sizes, schedule=schedule, replicas=spot.replicas)
-    partitioners.shared_across_ranks(model, resolved.device_map)
+    shared = partitioners.shared_across_ranks(model, resolved.device_map)
     base = schedules.build(resolved.schedule, resolved.placement, resolved.chunks)
     rank, place = None, Place(0, resolved.dp)
     if spot.member is not None:
@@ -190,6 +192,7 @@ def assemble(given: Arguments, spot: Spot) -> tuple[Opening, Parts]:
         generators=[generator for device in set(devices) for generator in generators(device)],
         named=named,
         owners=owners,
+        shared=shared,
         dtypes=dtypes,
         built=built,
     )
@@ -335,6 +338,7 @@ def _reduced(parts: Parts, transport: Transport, *, checks_overflow: bool) -> Re
             parts.local,
             groups=parts.built.groups if parts.built else {},
             dtypes=parts.dtypes,
+            apart=parts.shared,
             sharding=Sharding(resolved.zero, resolved.reduce_every),
             bucket_mb=resolved.bucket_mb,
             whole=bool(resolved.zero) and not is_elementwise(parts.optimizer),
