@@ -78,6 +78,7 @@ def assert_near(found: Trained, expected: Trained, off_by: float) -> None:
 
 def assert_within(found: Tensor, expected: Tensor, off_by: float, what: str) -> None:
     assert found.shape == expected.shape, what
-    difference = (found.double() - expected.double()).abs().max().item() if found.numel() else 0.0
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    difference = (found.to(wide) - expected.to(wide)).abs().max().item() if found.numel() else 0.0
     assert difference <= off_by, f"{what} is off by up to {difference:.3g}"
     assert torch.isfinite(found).all() or torch.equal(found, expected), what
