@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 from workers import Workers
 
+from pipe import DisagreementError
+
 ZEROS = [0, 1, 2, 3]
 OPTIONS = "ranks=2 dp=2 chunks=4"
 
@@ -219,6 +221,64 @@ def test_replicas_that_are_called_differently(workers: Workers) -> None:
         assert counts.startswith("DisagreementError") and "{0: 2, 1: 3}" in counts
         assert trained.startswith("DisagreementError") and "requires_grad" in trained
         assert fine == "no error"
+
+
+# ------------------------------------------------------- what only some replicas know of a loss
+
+
+def weightless(which: int) -> list[float]:
+    """In the first step, and an evaluation after it, one replica's targets all are padding."""
+    with build(f"{OPTIONS} timeout=20", mlp(), weight=lambda target: float((target > 0).sum())) as pipeline:
+        losses = []
+        for step in range(3):
+            inputs, targets = vectors(16, step)
+            targets = targets.clamp(min=1)
+            if step == 0:
+                targets[8 * which : 8 * which + 8] = 0
+            batch = share(pipeline, (inputs, targets))
+            losses += [float(pipeline.step(*batch)), float(pipeline.evaluate(*batch))]
+        return losses
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_replica_that_has_had_no_loss_yet(workers: Workers, which: int) -> None:
+    """It asked the others what a loss is like, who knew and didn't answer: gloo ended the processes."""
+    expected = weightless(which)
+    for found in workers.run(weightless, 4, which):
+        assert found == pytest.approx(expected)
+
+
+def other_modes(how: str) -> list[float]:
+    """In the second step, replica 1 alone leaves dropout out, or computes in another precision."""
+    odd = member()[1] == 1
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(17, 17), nn.Dropout(0.0), nn.Linear(17, 17), nn.Dropout(0.0), nn.Linear(17, 5)
+    )
+    with build(f"{OPTIONS} timeout=20", model) as pipeline:
+        losses = []
+        for step in range(3):
+            for layer in (1, 3):
+                model[layer].train(not (odd and how == "eval" and step == 1))
+            with torch.autocast("cpu", torch.bfloat16, enabled=odd and how == "autocast" and step == 1):
+                losses.append(float(pipeline.step(*share(pipeline, vectors(17, step)))))
+        return losses
+
+
+def other_modes_or_error(how: str) -> list[float] | str:
+    try:
+        return other_modes(how)
+    except DisagreementError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("how", ["eval", "autocast"])
+def test_replicas_in_other_modes(workers: Workers, how: str) -> None:
+    """Refused on all or trained by all."""
+    first, *others = workers.run(other_modes_or_error, 4, how)
+    assert all(other == first for other in others)
+    if not isinstance(first, str):
+        assert len(first) == 3
 
 
 # --------------------------------------------------------------------------- equal at the start

@@ -7,8 +7,21 @@ from typing import Any
 import pytest
 import torch
 from covering import cases
-from reference import MLP, Recipe, Trained, accumulate, adamw, build, cut, mlp, momentum, plain, vectors
-from replication import CHUNKS, Job, assert_near, assert_within, between_processes, share, train
+from reference import (
+    MLP,
+    TRANSFORMER,
+    Recipe,
+    Trained,
+    accumulate,
+    adamw,
+    build,
+    cut,
+    mlp,
+    momentum,
+    plain,
+    vectors,
+)
+from replication import CHUNKS, Job, assert_near, assert_within, between_processes, part, share, train
 from torch import Tensor, nn
 from torch.nn import functional
 from workers import Workers
@@ -74,6 +87,58 @@ def test_microbatches_that_replicas_can_not_share() -> None:
         with pytest.raises(ValueError, match="5 microbatches for 2 replicas"):
             pipeline.step(microbatches=pairs(0)[:5])
         pipeline.step(microbatches=pairs(0))
+
+
+LENGTHS = [(7, 5), (5, 7), (3, 3), (7, 5), (2, 6)]  # of replica 0 and 1, step by step
+
+
+def other_lengths(options: str) -> Trained:
+    """Each replica pads to a length of its own, as loaders do that look at their own share only."""
+    settings: dict[str, Any] = {"loss": TRANSFORMER.loss, "weight": Tensor.numel}
+    with build(f"ranks=2 dp=2 chunks=4 {options}", TRANSFORMER.model(), **settings) as pipeline:
+        losses = []
+        for step, lengths in enumerate(LENGTHS):
+            batch = TRANSFORMER.data(17, step)
+            cut_to = [[t[:, :n] for t in part(batch, r, 2)] for r, n in enumerate(lengths)]
+            if pipeline.replica is not None:
+                losses.append(pipeline.step(*cut_to[pipeline.replica]))
+                continue
+            pieces = [zip(*(t.tensor_split(4) for t in own), strict=True) for own in cut_to]
+            losses.append(pipeline.step(microbatches=[pair for own in pieces for pair in own]))
+        return Trained(pipeline.state_dict(full=True), losses)
+
+
+def other_lengths_all(options: list[str]) -> list[Trained]:
+    return [other_lengths(each) for each in options]
+
+
+def test_replicas_whose_boundaries_differ_in_shape(workers: Workers) -> None:
+    options = [f"{s} schedule={schedule}" for s in SHARDINGS[::2] for schedule in ("1f1b", "zb_v")]
+    for each, found in zip(options, workers.run(other_lengths_all, 4, options)[0], strict=True):
+        assert_near(found, other_lengths(each), 0)
+
+
+def only_what_is_needed(zero: int) -> tuple[Trained, Tensor]:
+    """Ranks without the first or the last stage pass None, in each replica."""
+    with build(f"ranks=2 dp=2 chunks=4 zero={zero}", mlp(), optimizer=adamw) as pipeline:
+
+        def needed(inputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
+            return (inputs if pipeline.rank in (None, 0) else None), (
+                targets if pipeline.rank in (None, 1) else None
+            )
+
+        losses = [pipeline.step(*needed(*share(pipeline, vectors(17, step)))) for step in range(2)]
+        inputs, targets = needed(*share(pipeline, vectors(17, 2)))
+        losses.append(pipeline.evaluate(inputs, targets))
+        return Trained(pipeline.state_dict(full=True), losses), pipeline.predict(inputs)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_ranks_that_pass_nothing(workers: Workers, zero: int) -> None:
+    (first, rows), (_, others), *_ = workers.run(only_what_is_needed, 4, zero)
+    expected, whole = only_what_is_needed(zero)
+    assert_near(first, expected, 0)
+    assert torch.equal(torch.cat([rows, others]), whole)
 
 
 # ------------------------------------------------------------------------------------ metrics
@@ -206,6 +271,46 @@ def test_layers_that_are_frozen_for_a_while_between_processes(workers: Workers) 
     options = [f"ranks=2 dp=2 chunks={CHUNKS} {sharding}" for sharding in SHARDINGS]
     for each, found in zip(options, workers.run(freezing_all, 4, options)[0], strict=True):
         assert_near(Trained(found, []), Trained(freezing(each), []), 0)
+
+
+@pytest.mark.parametrize("options", ["dp=2", "zero=1", "zero=3 dp=2", "amp=bf16"])
+def test_a_group_that_is_added_later(options: str) -> None:
+    """It trains, or is refused; it must not be passed over."""
+    model = mlp()
+    model[2].requires_grad_(False)
+    start = model[2].weight.detach().clone()
+    with build(f"ranks=2 chunks=4 {options}", model, optimizer=adamw) as pipeline:
+        pipeline.step(*vectors(17, 0))
+        model[2].requires_grad_(True)
+        assert pipeline.optimizer is not None
+        try:
+            named = [(name, p) for name, p in model.named_parameters() if name.startswith("2.")]
+            pipeline.optimizer.add_param_group({"params": named})
+            pipeline.step(*vectors(17, 1))
+        except (PipelineError, ValueError):
+            return
+        assert not torch.equal(pipeline.state_dict()["2.weight"], start)
+
+
+def of_some(named: Any) -> torch.optim.Optimizer:
+    return decaying([(name, p) for name, p in named if not name.startswith(("2.", "6.b"))])
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_an_optimizer_of_some_parameters(sharding: str, dp: int) -> None:
+    """What it wasn't given stays, and is part of the norm, as in plain training."""
+    settings = {"clip": 0.1, "optimizer": of_some}
+    found = train(Job(MLP, f"ranks=2 dp={dp} chunks={CHUNKS} {sharding}", settings))
+    model, start = mlp(), mlp().state_dict()
+    optimizer = of_some(list(model.named_parameters()))
+    for step in range(5):
+        model.zero_grad()
+        accumulate(model, functional.cross_entropy, cut(vectors(17, step), 1))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    assert_near(Trained(found.state, []), Trained(model.state_dict(), []), 1e-5)
+    assert all(torch.equal(found.state[name], start[name]) for name in ("2.weight", "2.bias", "6.bias"))
 
 
 # ----------------------------------------------------------------------------- odd parameters
