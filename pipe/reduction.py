@@ -35,7 +35,7 @@ class Reduced:
         self._num_parameters = num_parameters
         self._checks_overflow = checks_overflow
         self._device = device
-        self._norm_dtype = widest(held.bucket.sum_dtype for held in self._held())
+        self._norm_dtype = widest(held.bucket.sum_dtype.to_real() for held in self._held())
 
     def _held(self) -> Iterator[Held]:
         for holding in self._holdings.values():
@@ -172,6 +172,7 @@ def _add_squares(squares: Tensor, held: Held) -> None:
     if not pieces:
         return
     views = [held.gradient_of(piece, gradient) for piece in pieces]
+    views = [torch.view_as_real(view) if view.is_complex() else view for view in views]
     norms = torch.stack(torch._foreach_norm(views, 2.0, dtype=torch.float64)).to(squares.device)
     indices = torch.tensor([piece.slot.index for piece in pieces], device=squares.device)
-    squares.index_add_(0, indices, norms.real.square())
+    squares.index_add_(0, indices, norms.square())
