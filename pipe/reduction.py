@@ -119,9 +119,8 @@ class Reduced:
         found = sum(len(group["params"]) for group in optimizer.param_groups)
         if found != known:
             raise PipelineError(
-                f"the optimizer was built with {known} parameters (or shards of them) and has {found} now: with "
-                "dp, amp or zero it needs all of them from the start. A parameter may be frozen then, and thaw: "
-                "leave requires_grad on until the pipeline is built"
+                f"the optimizer was built with {known} parameters (or shards of them) and has {found} now: "
+                "with dp, amp or zero it gets all of them at the start (requires_grad_(False) freezes one later)"
             )
 
     def clear(self) -> None:
