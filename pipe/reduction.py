@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, optim
 
 from pipe.across import Pending
+from pipe.errors import PipelineError
 from pipe.optimization import widest
 from pipe.optimizers import is_elementwise, is_observed, only
 from pipe.shards import Held, Holding
@@ -104,12 +105,23 @@ class Reduced:
                 held.gradient.mul_(coefficient.to(held.gradient.device))
 
     def step(self, optimizer: optim.Optimizer) -> None:
+        self._check_groups(optimizer)
         there = [held for held in self._held() if held.trains and held.gradient is not None]
         if is_elementwise(optimizer) and not is_observed(optimizer):
             pending = _step_by_bucket(optimizer, there)
         else:
             pending = _step_at_once(optimizer, there)
         _wait(pending)
+
+    def _check_groups(self, optimizer: optim.Optimizer) -> None:
+        """A parameter that came later has no master weights, and would never be stepped with."""
+        known = sum(len(held.masters) for held in self._held())
+        found = sum(len(group["params"]) for group in optimizer.param_groups)
+        if found != known:
+            raise PipelineError(
+                f"the optimizer was built with {known} parameters (or shards of them) and has {found} now: "
+                "with dp, amp or zero it gets all of them at the start (requires_grad_(False) freezes one later)"
+            )
 
     def clear(self) -> None:
         for holding in self._holdings.values():
