@@ -474,15 +474,23 @@ def test_meshes_that_contradict_the_options(workers: Workers) -> None:
         assert without.startswith("ValueError") and "'pp'" in without
 
 
-def laid_out(options: str) -> tuple[int, int, int | None, int | None]:
-    with build(options) as pipeline:
-        return pipeline.ranks, pipeline.dp, pipeline.rank, pipeline.replica
+SAID = {
+    "ranks=2": (2, 2),
+    "dp=2": (2, 2),
+    "dp=4": (1, 4),
+    "": (4, 1),
+    "device_map=0:0-5,1:5-9": (2, 2),
+}
 
 
-@pytest.mark.parametrize(
-    ("options", "ranks", "dp"),
-    [("ranks=2", 2, 2), ("dp=2", 2, 2), ("dp=4", 1, 4), ("", 4, 1), ("device_map=0:0-5,1:5-9", 2, 2)],
-)
-def test_the_world_fills_in_what_nothing_says(workers: Workers, options: str, ranks: int, dp: int) -> None:
-    found = workers.run(laid_out, 4, options)
-    assert found == [(ranks, dp, *divmod(number, dp)) for number in range(4)]
+def laid_out() -> list[tuple[int, int, int | None, int | None]]:
+    found = []
+    for options in SAID:
+        with build(options) as pipeline:
+            found.append((pipeline.ranks, pipeline.dp, pipeline.rank, pipeline.replica))
+    return found
+
+
+def test_the_world_fills_in_what_nothing_says(workers: Workers) -> None:
+    for number, found in enumerate(workers.run(laid_out, 4)):
+        assert found == [(ranks, dp, *divmod(number, dp)) for ranks, dp in SAID.values()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import cases
+from covering import Row, cases, covering
 from reference import MLP, Recipe, Trained, adamw, build, mlp, plain, vectors
 from replication import CHUNKS, Job, assert_near, assert_within, share, train
 from torch import Tensor, nn
@@ -38,17 +38,16 @@ def uneven_all(cases: list[tuple[str, Sequence[int]]]) -> list[Trained]:
     return [uneven(*case) for case in cases]
 
 
+SCHEDULES = ["1f1b", "zb_h1"]
 SHARDINGS = [*(f"zero={zero}" for zero in ZEROS), "zero=2 reduce_every=3", "zero=3 reduce_every=2 offload"]
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(2, (5, 2)), (2, (2, 5)), (2, (1, 9)), (1, (5, 2, 6))], ids=str)
 def test_replicas_of_other_sizes(workers: Workers, ranks: int, sizes: Sequence[int]) -> None:
     """All run as many microbatches as the smallest has samples, whatever `chunks` says."""
-    schedules = ["1f1b", "zb_h1"]
     jobs = [
         (f"ranks={ranks} dp={len(sizes)} chunks=4 schedule={schedule} {sharding}", sizes)
-        for schedule in schedules
-        for sharding in SHARDINGS
+        for schedule, sharding in zip(SCHEDULES * 3, SHARDINGS, strict=True)
     ]
     expected = plain(MLP, 1, rows=sum(sizes), steps=3, clip=0.1)
     first, *others = workers.run(uneven_all, ranks * len(sizes), jobs)
@@ -322,7 +321,6 @@ SEQUENCES: dict[str, list[Sequence[int]]] = {
     "on replica 1, never, on replica 0": [USES["on replica 1"], (), (0, 1, 2, 3)],
 }
 AMPS = {"": 1e-5, "amp=bf16": 2e-2}
-SCHEDULES = ["1f1b", "zb_h1"]
 
 
 @pytest.mark.parametrize(
@@ -356,16 +354,15 @@ def check_use(
             assert torch.equal(state[name], start[name]), name
 
 
-def use_all(options: list[str]) -> list[Any]:
-    return [use(each, uses) for each in options for uses in SEQUENCES.values()]
+def use_all(jobs: list[Row]) -> list[Any]:
+    return [use(f"dp=2 chunks=4 {job['amp']} zero={job['zero']}", SEQUENCES[job["which"]]) for job in jobs]
 
 
 def test_unused_parameters_between_processes(workers: Workers) -> None:
-    options = [f"dp=2 chunks=4 {amp} zero={zero}" for zero in ZEROS for amp in AMPS]
-    cases = [(each, uses) for each in options for uses in SEQUENCES.values()]
-    for (each, uses), found in zip(cases, zip(*workers.run(use_all, 4, options), strict=True), strict=True):
-        check_use(found[0][0], found[0][1], uses, 2e-2 if "bf16" in each else 1e-5)
-        alone = use(each, uses)[0]
-        assert_near(Trained(found[0][0], []), Trained(alone, []), 0)
-        for _, counts in found[1:]:
-            assert counts == {n: c for n, c in expected_counts(uses).items() if n in counts}
+    jobs = covering({"which": list(SEQUENCES), "zero": ZEROS, "amp": list(AMPS)})
+    for job, found in zip(jobs, zip(*workers.run(use_all, 4, jobs), strict=True), strict=True):
+        uses = SEQUENCES[job["which"]]
+        for _, counts in found:
+            assert counts == {name: n for name, n in expected_counts(uses).items() if name in counts}, job
+        check_use(*found[0], uses, AMPS[job["amp"]])
+        assert_near(Trained(found[0][0], []), Trained(use_all([job])[0][0], []), 0)
