@@ -117,42 +117,59 @@ def test_batch_norm_of_one_replica(sharding: str, checkpoint: str) -> None:
     assert_near(found, plain(CONV_BATCHNORM, CHUNKS, optimizer=momentum), 1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-@pytest.mark.parametrize("dp", [1, 2, 3])
-def test_dropout_does_not_depend_on_sharding(dp: int, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "dp", "schedule", "checkpoint"),
+    cases(
+        {
+            "sharding": [*ZEROS[1:], *ALSO],
+            "dp": [1, 2, 3],
+            "schedule": ["1f1b", "zb_v"],
+            "checkpoint": ["never", "always"],
+        }
+    ),
+)
+def test_dropout_does_not_depend_on_sharding(sharding: str, dp: int, schedule: str, checkpoint: str) -> None:
     """Each replica draws its own; how parameters are held has no part in it."""
-    options = f"ranks=2 dp={dp} chunks={CHUNKS} schedule={schedule}"
-    expected = dropped(f"{options} zero=0")
-    for sharding in (*ZEROS[1:], *ALSO, "zero=3 checkpoint=always"):
-        assert_near(dropped(f"{options} {sharding}"), expected, 1e-6)
-    if dp == 1:
-        return
-    other = dropped(f"ranks=2 dp=1 chunks={CHUNKS} schedule={schedule}")
-    assert any(not torch.equal(other.state[name], value) for name, value in expected.state.items())
+    found = dropped(dp, schedule, f"{sharding} checkpoint={checkpoint}")
+    assert_near(found, dropped(dp, schedule, "zero=0"), 1e-6)
 
 
-def dropped(options: str) -> Trained:
-    return train(Job(DROPOUT, options, {"seed": 3}))
+def test_each_replica_draws_its_own() -> None:
+    one, two = dropped(1, "1f1b", "zero=0"), dropped(2, "1f1b", "zero=0")
+    assert all(not torch.equal(two.state[name], value) for name, value in one.state.items())
+
+
+@functools.cache
+def dropped(dp: int, schedule: str, options: str) -> Trained:
+    return train(Job(DROPOUT, f"ranks=2 dp={dp} chunks={CHUNKS} schedule={schedule} {options}", {"seed": 3}))
 
 
 # A weight of two stages of one rank: gradients come to it from both, and its bucket waits for the later one.
 V = "device_map=0:0-2,1:2-4,1:4-6,0:6-9"
-TWO_STAGES_OF_A_RANK = [
-    ("gpipe", "device_map=0:0-3,1:3-6,0:6-9"),
-    ("zb_v", V),
-    ("dualpipe_v", V),
-    ("v_min", V),
-    ("interleaved", "device_map=0:0-2,1:2-6,0:6-8,1:8-9"),
-]
+TWO_STAGES_OF_A_RANK = {
+    "gpipe": "device_map=0:0-3,1:3-6,0:6-9",
+    "zb_v": V,
+    "dualpipe_v": V,
+    "v_min": V,
+    "interleaved": "device_map=0:0-2,1:2-6,0:6-8,1:8-9",
+}
 
 
-@pytest.mark.parametrize("recipe", [TIED, TWICE], ids=str)
-@pytest.mark.parametrize(("schedule", "where"), TWO_STAGES_OF_A_RANK)
-@pytest.mark.parametrize("dp", [1, 2])
-def test_a_weight_of_two_stages(recipe: Recipe, schedule: str, where: str, dp: int) -> None:
-    for sharding in (*ZEROS, *ALSO):
-        options = f"{where} dp={dp} chunks={CHUNKS} schedule={schedule} {sharding}"
-        assert_near(train(Job(recipe, options, {"clip": 0.1})), plain(recipe, 1, clip=0.1), 1e-5)
+@pytest.mark.parametrize(
+    ("sharding", "schedule", "recipe", "dp"),
+    cases(
+        {
+            "sharding": [*ZEROS, *ALSO],
+            "schedule": list(TWO_STAGES_OF_A_RANK),
+            "recipe": [TIED, TWICE],
+            "dp": [1, 2],
+        }
+    ),
+)
+def test_a_weight_of_two_stages(sharding: str, schedule: str, recipe: Recipe, dp: int) -> None:
+    where = TWO_STAGES_OF_A_RANK[schedule]
+    options = f"{where} dp={dp} chunks={CHUNKS} schedule={schedule} {sharding}"
+    assert_near(train(Job(recipe, options, {"clip": 0.1})), plain(recipe, 1, clip=0.1), 1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
@@ -272,15 +289,20 @@ def counted(target: Tensor) -> Tensor:
 WEIGHTLESS = {"a microbatch": (9, 11), "two of them": (5, 11), "a replica": (9, 17), "the other": (0, 9)}
 
 
-@pytest.mark.parametrize("which", WEIGHTLESS)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_microbatches_that_weigh_nothing(which: str, schedule: str) -> None:
-    recipe = Recipe(which, TRANSFORMER.model, masked(*WEIGHTLESS[which]), masked_loss)
-    expected = plain(recipe, 1, steps=3, optimizer=momentum)
-    for sharding in (*ZEROS, *ALSO):
-        options = f"ranks=2 dp=2 chunks={CHUNKS} schedule={schedule} {sharding}"
-        found = train(Job(recipe, options, {"weight": counted, "steps": 3, "optimizer": momentum}))
-        assert_near(found, expected, 1e-5)
+@functools.cache
+def weightless(which: str) -> Recipe:
+    return Recipe(which, TRANSFORMER.model, masked(*WEIGHTLESS[which]), masked_loss)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "which", "schedule"),
+    cases({"sharding": [*ZEROS, *ALSO], "which": list(WEIGHTLESS), "schedule": ["1f1b", "zb_h1"]}),
+)
+def test_microbatches_that_weigh_nothing(sharding: str, which: str, schedule: str) -> None:
+    recipe, settings = weightless(which), {"steps": 3, "optimizer": momentum}
+    options = f"ranks=2 dp=2 chunks={CHUNKS} schedule={schedule} {sharding}"
+    found = train(Job(recipe, options, {**settings, "weight": counted}))
+    assert_near(found, plain(recipe, 1, **settings), 1e-5)
 
 
 def weigh_nothing(options: str) -> list[Trained]:
@@ -331,13 +353,13 @@ def looked_at_all(options: list[str]) -> list[Any]:
     return [looked_at(each) for each in options]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "interleaved"])
-@pytest.mark.parametrize("dp", [1, 2, 3])
-def test_looking_between_steps(dp: int, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "dp", "schedule"),
+    cases({"sharding": [*ZEROS, *ALSO], "dp": [1, 2, 3], "schedule": ["1f1b", "zb_v", "interleaved"]}),
+)
+def test_looking_between_steps(sharding: str, dp: int, schedule: str) -> None:
     """evaluate, predict and state_dict give what the same model gives plainly, and change nothing."""
-    for sharding in (*ZEROS, *ALSO):
-        found = looked_at(f"ranks=2 dp={dp} chunks={CHUNKS} schedule={schedule} {sharding}")
-        check_looks(found)
+    check_looks(looked_at(f"ranks=2 dp={dp} chunks={CHUNKS} schedule={schedule} {sharding}"))
 
 
 def check_looks(found: list[Any]) -> None:
