@@ -1,4 +1,4 @@
-"""Does the loss scale grow, give way and stop as it should, and does an overflow cost nothing but its step?"""
+"""Does the loss scale grow, give way and stop as it should, and does an overflow cost its step only?"""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_state_goes_round() -> None:
 
 
 def test_a_state_that_lacks_something() -> None:
-    with pytest.raises(PipelineError, match="lacks.*hysteresis"):
+    with pytest.raises(PipelineError, match=r"lacks.*hysteresis"):
         LossScaler().load_state_dict({"scale": 1.0, "good_steps": 0})
 
 
