@@ -53,7 +53,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _host_pool(pipeline: Pipeline) -> Iterator[Tensor]:
     """What is the CPU's where masters are offloaded, and where gradients arrive there."""
-    for held in pipeline._held():
+    for held in (held for replica in pipeline._replicas for held in replica.held()):
         if not held.home.offloads:
             continue
         yield from (tensor for tensor in vars(held.home).get("_buffers", ()) if tensor is not None)

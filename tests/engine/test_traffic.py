@@ -11,6 +11,7 @@ from reference import adamw, build
 from torch import Tensor, nn
 from workers import Workers
 
+from partitioners import DeviceMap
 from schedules import UNSHARD
 
 # Of layers without biases that two and three replicas can share: nothing is filled up.
@@ -71,7 +72,7 @@ def theory(pipeline: Any, row: Row) -> Traffic:
     for rank in pipeline.traffic:
         stages = {
             index: sum(LAYERS[layer] for layer in layers)
-            for index, layers in enumerate(pipeline._resolved.device_map.stages)
+            for index, layers in enumerate(DeviceMap.parse(STAGES[row["schedule"]]).stages)
             if pipeline.plan.placement[index] == rank
         }
         elements = sum(stages.values())
