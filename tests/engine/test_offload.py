@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import gc
@@ -153,6 +154,18 @@ def test_two_pipelines_share_a_folder(tmp_path: Path) -> None:
             one.step(*vectors(8, step))
             other.step(*vectors(8, step))
             assert all(torch.equal(v, one.state_dict()[name]) for name, v in other.state_dict().items())
+
+
+@NEEDS_PROC
+def test_state_that_was_replaced_is_let_go(tmp_path: Path) -> None:
+    """As a resume does it: the optimizer has other tensors then."""
+    with build(f"chunks=2 zero=1 offload=disk:{tmp_path}", wide(), optimizer=adamw) as pipeline:
+        assert pipeline.optimizer is not None
+        for _ in range(4):
+            pipeline.step(*batch())
+            assert mapped(tmp_path) == 3 * 4 * parameters_of(wide())
+            pipeline.optimizer.load_state_dict(copy.deepcopy(pipeline.optimizer.state_dict()))
+            gc.collect()
 
 
 @NEEDS_PROC

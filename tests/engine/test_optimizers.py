@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,6 +73,7 @@ ELEMENTWISE: dict[str, OptimizerFactory] = {
     "adamw foreach": partial(optim.AdamW, lr=1e-2, foreach=True),
     "adamw one by one": partial(optim.AdamW, lr=1e-2, foreach=False),
     "adamw fused": partial(optim.AdamW, lr=1e-2, fused=True),
+    "adamw lr in a tensor": partial(optim.AdamW, lr=torch.tensor(1e-2)),
     "asgd": partial(optim.ASGD, lr=1e-2, t0=2),
     "nadam": partial(optim.NAdam, lr=1e-2),
     "radam": partial(optim.RAdam, lr=1e-2),
@@ -439,6 +441,48 @@ def test_an_optimizer_over_some_of_what_trains(zero: int) -> None:
 
     found = pipelined(MLP, f"ranks=2 dp=2 chunks=2 zero={zero}", rows=16, steps=4, optimizer=last_only)
     assert_same(found, plainly(MLP, last_only), bitwise=False)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("zero", range(4))
+def test_freezing_and_thawing_on_the_way(zero: int, dp: int) -> None:
+    """What is frozen for some steps stays as it is, its moments too, and goes on from there."""
+
+    def freeze(model: nn.Sequential, step: int) -> None:
+        for name, p in model.named_parameters():
+            p.requires_grad_(not (step in (1, 2) and name.startswith(("0.", "4.w"))))
+
+    model = MLP.model()
+    updates = adamw(list(model.named_parameters()))
+    losses = []
+    for step in range(5):
+        freeze(model, step)
+        updates.zero_grad()
+        losses.append(accumulate(model, MLP.loss, cut(MLP.data(16, step), 4)))
+        updates.step()
+    mine, found = MLP.model(), []
+    with build(f"ranks=2 dp={dp} chunks={4 // dp} zero={zero}", mine, optimizer=adamw) as pipeline:
+        for step in range(5):
+            freeze(mine, step)
+            found.append(pipeline.step(*MLP.data(16, step)))
+        trained = Trained(pipeline.state_dict(), found)
+    assert_same(trained, Trained(model.state_dict(), losses), bitwise=False)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_the_optimizers_state_dict(zero: int) -> None:
+    """It can be taken and put back, as any optimizer's."""
+    with (
+        build(f"ranks=2 dp=2 chunks=2 zero={zero}", optimizer=adamw, seed=0) as one,
+        build(f"ranks=2 dp=2 chunks=2 zero={zero}", optimizer=adamw, seed=0) as other,
+    ):
+        for step in range(4):
+            one.step(*vectors(8, step))
+            other.step(*vectors(8, step))
+            assert one.optimizer is not None
+            one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+        for name, value in other.state_dict().items():
+            assert torch.equal(one.state_dict()[name], value), name
 
 
 def test_names_survive_on_every_rank(workers: Workers) -> None:
