@@ -120,7 +120,7 @@ class Reduced:
         if found != known:
             raise PipelineError(
                 f"the optimizer was built with {known} parameters (or shards of them) and has {found} now: "
-                "with dp, amp or zero it gets all of them at the start (requires_grad_(False) freezes one later)"
+                "with dp, amp or zero it gets all at the start (requires_grad_(False) may freeze some later)"
             )
 
     def clear(self) -> None:
