@@ -1,4 +1,4 @@
-"""Does the example train alike under every schedule, to the bit, in replicas, and in one process as in two?"""
+"""Does the example train alike under every schedule, to the bit, in replicas and in one process as in two?"""
 
 from __future__ import annotations
 
