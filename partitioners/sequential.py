@@ -74,21 +74,30 @@ def shared_parameters(model: nn.Sequential) -> dict[str, tuple[int, ...]]:
     }
 
 
-def shared_across_ranks(model: nn.Sequential, device_map: DeviceMap) -> None:
-    """Raises where layers of different ranks share a trainable parameter: each would train its own copy."""
+def shared_across_ranks(model: nn.Sequential, device_map: DeviceMap) -> set[str]:
+    """The frozen parameters that layers of different ranks share, by their names in the first one.
+
+    Raises:
+        PartitionError: a trainable one, of which each rank would train its own copy.
+    """
     owners = {
         layer: rank
         for rank, layers in zip(device_map.placement, device_map.stages, strict=True)
         for layer in layers
     }
+    shared = set()
     for uses in _layers_by_parameter(model).values():
         (first, name, parameter), *others = uses
         for layer, _, _ in others:
-            if parameter.requires_grad and owners[layer] != owners[first]:
+            if owners[layer] == owners[first]:
+                continue
+            shared.add(name)
+            if parameter.requires_grad:
                 raise PartitionError(
                     f"layers {first} and {layer} share {name}, which is trainable, but are on ranks "
                     f"{owners[first]} and {owners[layer]}: put them on one rank, or freeze it"
                 )
+    return shared
 
 
 def _slice(model: nn.Sequential, layers: range) -> nn.Sequential:

@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import schedules
-from schedules import SCHEDULES, Auto, Costs, Plan, Problem, Schedule, ScheduleError, Timeline
+from schedules import (
+    REDUCE_GRAD,
+    SCHEDULES,
+    UNSHARD,
+    Auto,
+    Costs,
+    Plan,
+    Problem,
+    Schedule,
+    ScheduleError,
+    Timeline,
+)
 
 _Cost = float | tuple[float, ...]
 
@@ -23,6 +34,7 @@ examples:
   python -m pipe simulate zb_v -p 8 -m 64 --latency 0.1 --trace zb_v.json
   python -m pipe compare -p 8 -m 64 --input 0.9 --weight 0.8 --memory 8
   python -m pipe simulate "auto(8)" -p 8 -m 64 --input 0.9 --weight 0.8
+  python -m pipe simulate "looped_bfs(2)" -p 4 -m 8 --zero 3 --unshard 0.5 --reduce 0.5
   python -m pipe verify plan.csv
 """
 
@@ -51,21 +63,36 @@ def _draw(args: argparse.Namespace) -> None:
 def _verify(args: argparse.Namespace) -> None:
     file = schedules.CSVFile(args.file)
     plan = schedules.build(file, file.placement(file.ranks), file.microbatches)
-    compute = sum(map(len, plan.orders))
     print(f"{args.file}: holds")
     _print_rows(
         [
             ("ranks", f"{plan.ranks}, {plan.num_stages} stages"),
             ("microbatches", str(plan.microbatches)),
-            (
-                "actions",
-                f"{compute} computations, {sum(map(len, plan.programs)) - compute} sends and receives",
-            ),
+            ("actions", _counted(plan)),
             ("weight gradients", "in microbatch order" if plan.in_order else "NOT in microbatch order"),
             ("peak live", _several(plan.peak_live)),
+            *_collective_rows(plan),
             ("digest", plan.digest),
         ]
     )
+
+
+def _counted(plan: Plan) -> str:
+    compute = sum(map(len, plan.orders))
+    collectives = sum(map(len, plan.programs)) - sum(map(len, plan.without_collectives.programs))
+    transfers = sum(map(len, plan.programs)) - compute - collectives
+    counted = f"{compute} computations, {transfers} sends and receives"
+    return f"{counted}, {collectives} collectives" if collectives else counted
+
+
+def _collective_rows(plan: Plan) -> list[tuple[str, str]]:
+    if not plan.has_collectives:
+        return []
+    return [
+        ("reductions a stage", _several(plan.reductions)),
+        ("unshards a stage", _several(plan.unshards)),
+        ("peak unsharded", _several(plan.peak_unsharded)),
+    ]
 
 
 def _simulate(args: argparse.Namespace) -> None:
@@ -101,7 +128,7 @@ def _compare(args: argparse.Namespace) -> None:
             plan = schedules.build(schedule, placement, args.microbatches, costs=costs, memory=args.memory)
         except ScheduleError:  # auto, where not one microbatch fits: what would it do in more memory?
             plan = schedules.build(schedule, placement, args.microbatches, costs=costs)
-        timeline = schedules.simulate(plan, costs)
+        timeline = schedules.simulate(_with_collectives(args, plan), costs)
         peak = float(timeline.peak_bytes.max())
         fits = "-" if args.memory is None else ("yes" if peak <= args.memory * (1 + 1e-9) else "no")
         label = f"{name}({shares})" if name in ("interleaved", "looped_bfs") else name
@@ -118,7 +145,23 @@ def _plan(args: argparse.Namespace) -> Plan:
     else:
         ranks, microbatches = args.ranks or 4, args.microbatches or 8
     placement = args.placement or schedule.placement(ranks)
-    return schedules.build(schedule, placement, microbatches, costs=_costs(args))
+    return _with_collectives(args, schedules.build(schedule, placement, microbatches, costs=_costs(args)))
+
+
+def _with_collectives(args: argparse.Namespace, plan: Plan) -> Plan:
+    """With those of the ZeRO stage asked for; its own, where none is."""
+    if args.reduce_every is not None and (args.zero or 0) < 2:
+        raise ScheduleError("--reduce-every needs --zero 2 or 3: below, a stage reduces once")
+    if args.zero is not None:
+        every = plan.microbatches if args.zero < 2 else args.reduce_every or 1
+        plan = schedules.add_collectives(plan, reduce_every=every, unshard=args.zero == 3)
+    for option, cost, op, counts, zero in (
+        ("--reduce", args.reduce, REDUCE_GRAD, plan.reductions, "--zero"),
+        ("--unshard", args.unshard, UNSHARD, plan.unshards, "--zero 3"),
+    ):
+        if cost is not None and not any(counts):
+            raise ScheduleError(f"{option} is the cost of what the plan lacks, {op}: {zero} puts it in")
+    return plan
 
 
 def _costs(args: argparse.Namespace, placement: tuple[int, ...] | None = None) -> Costs:
@@ -133,6 +176,8 @@ def _costs(args: argparse.Namespace, placement: tuple[int, ...] | None = None) -
         I=cost(args.input),
         W=cost(args.weight),
         pair=cost(args.pair),
+        unshard=cost(args.unshard) or 0.0,
+        reduce_grad=cost(args.reduce) or 0.0,
         latency=args.latency,
         bandwidth=args.bandwidth,
         boundary_bytes=args.boundary_bytes,
@@ -205,12 +250,14 @@ def _parser() -> argparse.ArgumentParser:
             "--placement", type=_placement, help="each stage's rank, as 0,1,1,0 [the schedule's]"
         )
         _add_costs(command)
+        _add_collectives(command)
         command.add_argument("--svg", metavar="FILE", help="write a picture")
         command.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
         command.add_argument("--csv", metavar="FILE", help="write the plan")
     compare = _command(commands, "compare", _compare, "a table of all named schedules")
     _add_size(compare, ranks=4, microbatches=8)
     _add_costs(compare)
+    _add_collectives(compare)
     compare.add_argument(
         "--memory", type=_number, help="what a rank can hold, in the unit of --activation-bytes"
     )
@@ -274,6 +321,26 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--released-at-input", type=_number, default=0.0, metavar="SHARE", help="share of it freed at I [0]"
+    )
+
+
+def _add_collectives(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group(
+        "data parallelism", "collectives run beside the computation; costs as above"
+    )
+    group.add_argument(
+        "--zero",
+        type=int,
+        choices=range(4),
+        help="put in what a ZeRO stage needs: 0 and 1 reduce once a stage, 2 as --reduce-every says, "
+        "3 gathers the weights too [none, or the CSV's own]",
+    )
+    group.add_argument(
+        "--reduce-every", type=_count, metavar="K", help="reduce after K microbatches and the last [1]"
+    )
+    group.add_argument("--reduce", type=_cost, metavar="T", help="time of a stage's gradient reduction [0]")
+    group.add_argument(
+        "--unshard", type=_cost, metavar="T", help="time in which a stage's weights are gathered [0]"
     )
 
 

@@ -135,6 +135,7 @@ def check_notes(rows: Sequence[Row], *, targeted: bool) -> int:
     check_kinds(named)
     _no_errors([(who, note.error) for who, note in named], f"can't take part in {kind}")
     _same([(who, note.call) for who, note in named], "numbers of steps made so far")
+    _check_samples(rows)
     for row in rows:
         _check_row(row, kind, targeted=targeted)
     for notes in zip(*(row.notes for row in rows), strict=True):
@@ -142,7 +143,6 @@ def check_notes(rows: Sequence[Row], *, targeted: bool) -> int:
             raise DisagreementError(
                 "the replicas train different parameters: requires_grad must be the same on all"
             )
-    _check_samples(rows)
     counts = {index: row.count for index, row in enumerate(rows)}
     if len(set(counts.values())) > 1 and not all(row.cuts_rows for row in rows):
         raise DisagreementError(f"the replicas were given different numbers of microbatches: {counts}")
@@ -179,7 +179,7 @@ def _check_row(row: Row, kind: str, *, targeted: bool) -> None:
 
 def _check_samples(rows: Sequence[Row]) -> None:
     """Every replica needs some: one without would leave the others waiting."""
-    empty = [index for index, row in enumerate(rows) if row.count == 0]
+    empty = [index for index, row in enumerate(rows) if any(0 in (n.inputs, n.targets) for n in row.notes)]
     if empty and len(rows) == 1:
         raise ValueError("the batch has no samples")
     if empty:

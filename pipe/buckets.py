@@ -108,8 +108,12 @@ class Bucket:
     def pieces(self, share: range) -> Iterator[Piece]:
         """What lies in some part of the bucket."""
         for slot in self.slots:
+            if slot.start == slot.stop:  # no elements: the first share has it
+                if share.start == 0:
+                    yield Piece(slot, slot.start, slot.stop)
+                continue
             start, stop = max(slot.start, share.start), min(slot.stop, share.stop)
-            if start < stop or (slot.start == slot.stop and share.start == 0):
+            if start < stop:
                 yield Piece(slot, start, stop)
 
 

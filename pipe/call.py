@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from pipe.agreement import LossInfo
 from pipe.boundary import Pytree, check_unwritten, pack, version_of
+from pipe.errors import PipelineError
 from pipe.precision import LossScaler
 from pipe.randomness import Seeds
 
@@ -96,6 +97,21 @@ class Call:
                 factors = factors * self.scaler.tensor(loss.device)
             self._factors[kind] = factors
         return factors[microbatch]
+
+    def found(self) -> LossInfo | None:
+        """What this call has shown of the loss, where it had any.
+
+        Raises:
+            PipelineError: metrics that differ from microbatch to microbatch.
+        """
+        if not self.losses:
+            return None
+        rows = list(self.metrics.values())
+        names = list(rows[0]) if rows else []
+        for index, row in self.metrics.items():
+            if list(row) != names:
+                raise PipelineError(f"loss returned metrics {names}, and {list(row)} in microbatch {index}")
+        return LossInfo(next(iter(self.losses.values())).dtype, tuple(names))
 
     def mean_of(self, names: Sequence[str]) -> Tensor:
         """The mean loss, then those of the metrics, in double precision."""

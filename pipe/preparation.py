@@ -9,12 +9,12 @@ import torch
 import schedules
 from pipe import microbatch as cutting
 from pipe.agreement import LossInfo, Note, Opening, Row, check_notes, check_openings
+from pipe.assembly import Parts, with_collectives
 from pipe.boundary import Parcel, Pytree, pack
 from pipe.call import Call
 from pipe.errors import PipelineError
 from pipe.executor import Run
 from pipe.microbatch import Cut, Split, Weight
-from pipe.options import Resolved
 from pipe.program import Step, compile_program
 from pipe.replica import Replica
 from pipe.transport import BATCH, Key, Place, Transport, member_name
@@ -60,39 +60,23 @@ class Preparation:
     """Prepares the calls of one pipeline.
 
     Args:
-        plan: of a full batch, without what replicas do together (`with_collectives`).
-        replicas: that live in this process.
-        rank: of this process; None where all ranks live in it.
         weight, split: the user's own ways to weigh and to cut.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        resolved: Resolved,
-        plan: Plan,
-        replicas: Sequence[Replica],
-        *,
-        rank: int | None,
-        device: torch.device,
-        weight: Weight | None,
-        split: Split | None,
+        self, transport: Transport, parts: Parts, *, weight: Weight | None, split: Split | None
     ) -> None:
         self._transport = transport
-        self._resolved = resolved
-        self._plan = plan
-        self._replicas = replicas
-        self._rank = rank
-        self._device = device
+        self._parts = parts
+        self._resolved = parts.resolved
+        self._replicas = parts.replicas
         self._weight, self._split = weight, split
-        self._first, self._last = plan.placement[0], plan.placement[-1]
-        self._local = list(range(plan.ranks)) if rank is None else [rank]
         self._programs: dict[tuple[int, bool, bool], list[dict[int, list[Step]]]] = {}
         # What the last stage's rank knows of the loss, in steps (True) and evaluations, by environment.
         self._loss_info: dict[tuple[bool, int], LossInfo] = {}
         self._signatures, self._shapes = _Numbers(), _Numbers()
         # Found out before any call, so that a plan that the engine can't run is refused at once.
-        self._programs[plan.microbatches, True, True] = self._compile(with_collectives(plan, resolved))
+        self._programs[parts.plan.microbatches, True, True] = self._compile(parts.plan)
 
     def prepare(self, kind: Kind, batch: Batch, *, made: int) -> Prepared:
         """Agrees with all ranks on a call.
@@ -116,16 +100,19 @@ class Preparation:
         for replica, cut, own in zip(self._replicas, cuts, programs, strict=True):
             call = self._call(kind, cut, rows[replica.place.replica], count)
             prepared.calls.append(call)
-            runs = [Run(rank, own[rank], call, name=replica.place.name(rank)) for rank in self._local]
+            runs = [Run(rank, own[rank], call, name=replica.place.name(rank)) for rank in self._parts.local]
             for run in runs:
-                if run.rank == self._first:
+                if run.rank == self._parts.first:
                     run.mailbox.update(_posted(cut.inputs))
             prepared.runs.extend(runs)
         return prepared
 
-    def learn_loss(self, call: Call, info: LossInfo) -> None:
+    def learn(self, prepared: Prepared) -> None:
         """Remembers what a call has shown of the loss."""
-        self._loss_info[call.trains, call.environment] = info
+        for call in prepared.calls:
+            info = call.found()
+            if info is not None:
+                self._loss_info[call.trains, call.environment] = info
 
     @property
     def has_fixed_plan(self) -> bool:
@@ -156,18 +143,21 @@ class Preparation:
     def _rows(self, notes: Sequence[Note]) -> list[Row]:
         """Notes by replica. In one process one note speaks for all ranks of its replica."""
         replicas = self._resolved.dp
-        if self._rank is None:
+        if self._parts.rank is None:
             return [Row([note], 0, 0, partial(_replica_name, index)) for index, note in enumerate(notes)]
         return [
-            Row(notes[index::replicas], self._first, self._last, Place(index, replicas).name)
+            Row(notes[index::replicas], self._parts.first, self._parts.last, Place(index, replicas).name)
             for index in range(replicas)
         ]
 
     def _note(self, kind: Kind, replica: Replica, cut: Cut, made: int) -> Note:
         """What this process tells the others before a call, of one replica."""
-        owns_first, owns_last = self._owns(self._first), self._owns(self._last) and not kind.predicts
+        owns_first, owns_last = (
+            self._owns(self._parts.first),
+            self._owns(self._parts.last) and not kind.predicts,
+        )
         inputs, targets = (cut.inputs if owns_first else None), (cut.targets if owns_last else None)
-        if owns_last and replica.stages[self._plan.num_stages - 1].loss is None:
+        if owns_last and replica.stages[self._parts.plan.num_stages - 1].loss is None:
             raise PipelineError(f"{kind.text} needs a loss: pass loss= to Pipeline")
         for part in (inputs, targets):
             if part is not None and self.has_fixed_plan:
@@ -190,7 +180,7 @@ class Preparation:
 
     def _prints(self, cut: Cut, predicts: bool) -> tuple[int | None, int | None]:
         """Fingerprints of inputs and targets, where there are other ranks to compare them with."""
-        if self._rank is None:
+        if self._parts.rank is None:
             return None, None
         return cutting.fingerprint(cut.inputs), None if predicts else cutting.fingerprint(cut.targets)
 
@@ -205,12 +195,12 @@ class Preparation:
 
     def _environment(self, replica: Replica) -> Hashable:
         """What shapes this process's outputs beside its inputs."""
-        kind = self._device.type
+        kind = self._parts.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         return (autocast, *(stage.fingerprint() for stage in replica.stages.values()))
 
     def _owns(self, rank: int) -> bool:
-        return self._rank is None or self._rank == rank
+        return self._parts.rank is None or self._parts.rank == rank
 
     # -------------------------------------------------------------------- runs
 
@@ -232,7 +222,7 @@ class Preparation:
             targets=cut.targets,
             predicts=kind.predicts,
             loss_info=row.notes[row.last].loss,
-            environment=row.notes[0 if self._rank is None else self._rank].environment,
+            environment=row.notes[0 if self._parts.rank is None else self._parts.rank].environment,
         )
 
     def _program(self, microbatches: int, kind: Kind) -> list[dict[int, list[Step]]]:
@@ -241,7 +231,7 @@ class Preparation:
         reduces = kind.trains and (kind.updates or self._resolved.zero >= 2)
         programs = self._programs.get((microbatches, kind.trains, reduces))
         if programs is None:
-            plan = self._plan
+            plan = self._parts.base
             if microbatches != plan.microbatches and not (self.has_fixed_plan and not kind.trains):
                 plan = schedules.build(self._resolved.schedule, plan.placement, microbatches)
             if not kind.trains:
@@ -263,7 +253,7 @@ class Preparation:
                     place=replica.place,
                     holding=replica.holdings.get(rank),
                 )
-                for rank in self._local
+                for rank in self._parts.local
             }
             for replica in self._replicas
         ]
@@ -275,16 +265,6 @@ class Preparation:
         for replica in self._replicas:
             for stage in replica.stages.values():
                 stage.forget_shapes()
-
-
-def with_collectives(plan: Plan, resolved: Resolved, *, reduces: bool = True) -> Plan:
-    """A plan with what its replicas do together."""
-    unshards, every = resolved.zero == 3, None
-    if reduces and not plan.forward_only and (resolved.dp > 1 or resolved.zero >= 2):
-        every = resolved.reduce_every if resolved.zero >= 2 else plan.microbatches
-    if every is None and not unshards:
-        return plan
-    return schedules.add_collectives(plan, reduce_every=every, unshard=unshards)
 
 
 def _replica_name(replica: int, rank: int) -> str:

@@ -1,6 +1,6 @@
 """One copy of the whole pipeline, as far as it lives in this process: stages, and who holds parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,7 @@ class Replica:
         *,
         groups: Mapping[str, int],
         dtypes: Mapping[str, torch.dtype],
+        apart: Collection[str],
         sharding: Sharding,
         bucket_mb: float,
         whole: bool,
@@ -103,6 +104,8 @@ class Replica:
         Args:
             groups: the optimizer's param group of each parameter that it has, by name.
             dtypes: what parameters compute in, by name; those that aren't named stay as they are.
+            apart: parameters that go into no bucket. In one process several ranks have them, and ZeRO-3 would
+                take them from under each other.
             whole: whether shards are made of whole parameters.
         """
         for rank in ranks:
@@ -110,7 +113,7 @@ class Replica:
                 Entry(number, name, parameter, stages, groups.get(name), dtypes.get(name, parameter.dtype))
                 for number, stages in self.parameters_of(rank).items()
                 for name, parameter in (self.named[number],)
-                if parameter.is_floating_point() or parameter.is_complex()
+                if name not in apart and (parameter.is_floating_point() or parameter.is_complex())
             ]
             replicas, lives = across(self.member(rank)), home
             held = []
@@ -118,6 +121,9 @@ class Replica:
                 parameters = [self.named[slot.index][1] for slot in bucket.slots]
                 held.append(Held(bucket, parameters, replicas, sharding, lives(parameters[0].device)))
             self.holdings[rank] = Holding(held, sharding)
+        for name, parameter in self.named:
+            if name in apart and name in dtypes:
+                parameter.data = parameter.detach().to(dtypes[name])
         for index, stage in self.stages.items():
             stage.holding = self.holdings[self._placement[index]]
 

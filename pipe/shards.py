@@ -137,6 +137,7 @@ class Held:
         for piece in self.pieces:
             yield nn.Parameter(piece.view(self._master, self._share.start))
 
+    @torch.inference_mode(False)
     def unshard(self) -> Pending:
         """Begins to gather the parameters (ZeRO-3)."""
         self._unshards += 1
@@ -161,6 +162,7 @@ class Held:
             assert self._weights is not None
             self._weights.untyped_storage().resize_(0)
 
+    @torch.inference_mode(False)
     def rest(self) -> None:
         """Between calls: whoever reads a parameter shall find its shape and NaNs, not freed memory."""
         if self._sharding.zero == 3 and not self._rests:

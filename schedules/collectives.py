@@ -126,9 +126,9 @@ def _gatherings(order: _Order, active: int) -> list[_Found]:
 def _windows(stages: Ints, active: int) -> tuple[Ints, Ints]:
     """By computation: the first before it, from where on it is among the next stages; its stage's last one.
 
-    stages        0 0 1 1 2 2 0        The window, of 2, reaches the last 0 from where fewer than 2 other
-    enters        0 0 0 2 2 4 4        stages are between: behind the last use of the second stage back, 1.
-    previous     -1 0-1 2-1 4 1
+    stages      0  0  1  1  2  2  0     A window of 2 reaches the last 0 from where fewer than 2 stages
+    enters      0  0  0  2  2  4  4     are between: behind the last use of the second one back, which is 1.
+    previous   -1  0 -1  2 -1  4  1
     """
     indices = np.arange(len(stages))
     distinct, rows = np.unique(stages, return_inverse=True)
@@ -145,12 +145,12 @@ def _windows(stages: Ints, active: int) -> tuple[Ints, Ints]:
 def _inserted(program: Actions, order: _Order, found: list[_Found]) -> tuple[Ints, Actions]:
     """Where they are put in, ascending, and the program with them."""
     none = np.empty(0, np.int64)
-    kinds = np.repeat([_ORDER.index(one.op) for one in found], [len(one.gaps) for one in found])
+    kinds = np.repeat([_IN_A_GAP.index(one.op) for one in found], [len(one.gaps) for one in found])
     gaps = np.concatenate([none, *(one.gaps for one in found)])
     serves = np.concatenate([none, *(one.serves for one in found)])
     by_gap = np.lexsort((serves, kinds, gaps))
     at, serves = order.places[gaps[by_gap]], serves[by_gap]
-    codes = np.array([OPS[op].code for op in _ORDER], np.uint8)[kinds[by_gap].astype(np.int64)]
+    codes = np.array([OPS[op].code for op in _IN_A_GAP], np.uint8)[kinds[by_gap].astype(np.int64)]
     return at, Actions(
         np.insert(program.ops, at, codes),
         np.insert(program.stages, at, order.stages[serves]),
@@ -164,5 +164,5 @@ def _check_number(name: str, number: int | None) -> None:
         raise ScheduleError(f"{name}={number!r}: it takes 1, 2, ...")
 
 
-_ORDER = (RESHARD, REDUCE_GRAD, UNSHARD)
-"""In one gap."""
+_IN_A_GAP = (RESHARD, REDUCE_GRAD, UNSHARD)
+"""The order of those that share one."""

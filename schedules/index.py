@@ -13,7 +13,7 @@ import numpy.typing as npt
 from schedules.action import Action, without_peer
 from schedules.dependencies import Edges, Ints, Need, chain_peers, edge_of, needs, route_of
 from schedules.errors import ScheduleError
-from schedules.ops import ACTIVATION, MAKERS, OPS, TRANSFERS, F
+from schedules.ops import ACTIVATION, COLLECTIVES, MAKERS, OPS, TRANSFERS, F
 from schedules.plan import IS_COMPUTE, Plan
 
 
@@ -54,8 +54,7 @@ class Index:
             numbers = np.flatnonzero(columns.ops == spec.code)
             index.counts[op] = numbers.size
             if spec.collective:
-                _check_home(index, columns, numbers)
-                _check_no_peer(index, columns, numbers, op)
+                _check_collectives(index, columns, numbers, op)
                 continue
             rows = _stage_rows if spec.is_compute else _edge_rows
             num_rows = plan.num_stages if spec.is_compute else len(plan.edges)
@@ -80,6 +79,10 @@ class Index:
     def has(self, op: str) -> bool:
         """Whether the plan has any such action. (An op that it lacks has a table without memory.)"""
         return self.counts[op] > 0
+
+    @property
+    def has_collectives(self) -> bool:
+        return any(map(self.has, COLLECTIVES))
 
     def rank_of(self, number: int) -> int:
         return int(np.searchsorted(self.offsets, number, side="right")) - 1
@@ -193,6 +196,12 @@ def _check_home(index: Index, columns: Columns, numbers: Ints) -> None:
     if strangers.size:
         home = plan.placement[stages[strangers[0]]]
         raise index.error(int(numbers[strangers[0]]), f"stage {stages[strangers[0]]} lives on rank {home}")
+
+
+def _check_collectives(index: Index, columns: Columns, numbers: Ints, op: str) -> None:
+    if numbers.size:
+        _check_home(index, columns, numbers)
+        _check_no_peer(index, columns, numbers, op)
 
 
 def _check_no_peer(index: Index, columns: Columns, numbers: Ints, op: str) -> None:

@@ -93,12 +93,12 @@ class Plan:
     @cached_property
     def without_transfers(self) -> Plan:
         """The plan of computations and collectives."""
-        return self if self.compute_only is self else self._only(~_IS_TRANSFER)
+        return self._only(~_IS_TRANSFER) if self.has_collectives else self.compute_only
 
     @cached_property
     def without_collectives(self) -> Plan:
         """The plan of computations and transfers."""
-        return self if self.compute_only is self else self._only(~IS_COLLECTIVE)
+        return self._only(~IS_COLLECTIVE) if self.has_collectives else self
 
     @cached_property
     def is_lowered(self) -> bool:

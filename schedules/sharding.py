@@ -28,7 +28,7 @@ def check_collectives(index: Index) -> None:
                                                            itself, is a mere point of one rank's program.
     Take these points out, and the ring is one of transfers alone: the proof for transfers excludes it.
     """
-    if index.plan.has_collectives:
+    if index.has_collectives:
         columns = Columns.of(index.plan)
         _check_gathered(index, columns)
         _check_reduced(index, columns)

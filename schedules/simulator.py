@@ -50,7 +50,7 @@ def simulate(
 def waiting(plan: Plan, costs: Costs, *, rendezvous: bool, blocking: bool) -> tuple[Index, Graph]:
     """What waits for what: among the orders alone where channels do not matter, else among whole programs."""
     index, graph = _without_collectives(plan, costs, rendezvous=rendezvous, blocking=blocking)
-    return index, with_collectives(index, graph, costs) if plan.has_collectives else graph
+    return index, with_collectives(index, graph, costs) if index.has_collectives else graph
 
 
 def _collectives(index: Index, graph: Graph, starts: Times, ends: Times) -> Collectives:

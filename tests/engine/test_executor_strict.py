@@ -40,12 +40,6 @@ def stage(plan: Plan, index: int) -> Stage:
 def run(plan: Plan, *, strict: bool = True) -> list[Run]:
     """The plan on the engine's own pieces, each rank with its own stages, and no proof beforehand."""
     stages = [{index: stage(plan, index) for index in plan.stages_of(rank)} for rank in range(plan.ranks)]
-    runs = [Run(rank, compile_program(plan, rank, stages[rank], "never")) for rank in range(plan.ranks)]
-    batch = {
-        Key(ACTIVATION, BATCH, 0, m): Parcel([torch.ones(1, 1)], wants=(False,))
-        for m in range(plan.microbatches)
-    }
-    runs[plan.placement[0]].mailbox.update(batch)
     call = Call(
         trains=not plan.forward_only,
         microbatches=plan.microbatches,
@@ -54,8 +48,14 @@ def run(plan: Plan, *, strict: bool = True) -> list[Run]:
         reference=float(plan.microbatches),
         targets=[torch.zeros(1, 1)] * plan.microbatches,
     )
+    runs = [Run(rank, compile_program(plan, rank, stages[rank], "never"), call) for rank in range(plan.ranks)]
+    batch = {
+        Key(ACTIVATION, BATCH, 0, m): Parcel([torch.ones(1, 1)], wants=(False,))
+        for m in range(plan.microbatches)
+    }
+    runs[plan.placement[0]].mailbox.update(batch)
     with torch.set_grad_enabled(call.trains):
-        execute(runs, InProcess(strict=strict), call)
+        execute(runs, InProcess(strict=strict))
     assert sorted(call.losses) == list(range(plan.microbatches))
     return runs
 
