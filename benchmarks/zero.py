@@ -4,7 +4,7 @@
 
 The work is a GPT of a few million parameters in fp32 with AdamW, on one pipeline rank and two replicas,
 which are two gloo processes on loopback with one thread each. A step is 4 microbatches a replica, and the
-same for all sides:
+same for all sides; gradients are reduced in buckets of 4 MB, so that there are several:
 
 - the engine at zero=0, 1, 2 and 3; at 2 and 3 also with reduce_every=4, which reduces once a step and
   keeps whole gradients for it,
@@ -58,7 +58,7 @@ DIM = 256
 HEADS = 4
 LENGTH = 32
 MICROBATCHES = 4
-ROWS = 4  # a microbatch
+ROWS = 2  # a microbatch
 REPLICAS = 2
 WARMUP = 5
 
@@ -277,17 +277,17 @@ def launch(sides: list[str], args: argparse.Namespace) -> Result:
         return json.loads(out.read_text())
 
 
-def ratio(result: Result, name: str, to: str) -> tuple[float, float, float]:
-    """Median and quartiles, over the rounds, of one side's time over another's in the same round."""
-    found = [a / b for a, b in zip(result["ms"][name], result["ms"][to], strict=True)]
-    low, middle, high = statistics.quantiles(found, n=4)
-    return middle, low, high
+def ratio(result: Result, name: str, to: str, key: str = "ms") -> list[float]:
+    """Quartiles, over the rounds, of one side's time over another's in the same round."""
+    found = [a / b for a, b in zip(result[key][name], result[key][to], strict=True)]
+    return statistics.quantiles(found, n=4)
 
 
 def table(result: Result, args: argparse.Namespace) -> str:
     unit = result["parameters"] * 4 * (REPLICAS - 1) / REPLICAS
     lines = [
-        f"{result['parameters'] / 1e6:.2f} M parameters, {MICROBATCHES} microbatches of {ROWS} x {LENGTH}",
+        f"{result['parameters'] / 1e6:.2f} M parameters, buckets of {args.bucket_mb:g} MB, "
+        f"{MICROBATCHES} microbatches of {ROWS} x {LENGTH} tokens",
         "",
         f"{'':22}{'step, ms':>16}{'CPU, ms':>9}{'ratio':>8}{'sent':>17}{'peak':>7}",
         f"{'':22}{'median':>8}{'p10':>8}{'median':>9}{'to DDP':>8}{'MB':>8}{'of theory':>9}{'MB':>7}",
@@ -298,11 +298,11 @@ def table(result: Result, args: argparse.Namespace) -> str:
         peak = result["peak_mb"].get(name)
         lines.append(
             f"{name:22}{statistics.median(ms):8.1f}{sorted(ms)[len(ms) // 10]:8.1f}"
-            f"{statistics.median(result['cpu_ms'][name]):9.1f}{ratio(result, name, 'DDP')[0]:8.2f}"
+            f"{statistics.median(result['cpu_ms'][name]):9.1f}{ratio(result, name, 'DDP')[1]:8.2f}"
             f"{traffic}{'-' if peak is None else f'{peak:.0f}':>7}"
         )
     every = f"reduce_every={args.reduce_every}"
-    lines += ["", "in the same round: median (quartiles)"]
+    lines += ["", f"{'in the same round':43}{'time':>6}  (quartiles)       CPU"]
     for name, to in [
         ("zero=0", "DDP"),
         ("zero=1", "DDP + ZeroRedundancy"),
@@ -311,8 +311,9 @@ def table(result: Result, args: argparse.Namespace) -> str:
         (f"zero=2 {every}", "zero=2"),
         (f"zero=3 {every}", "zero=3"),
     ]:
-        middle, low, high = ratio(result, name, to)
-        lines.append(f"{name + ' / ' + to:44}{middle:6.2f}  ({low:.2f} - {high:.2f})")
+        low, middle, high = ratio(result, name, to)
+        cpu = ratio(result, name, to, "cpu_ms")[1]
+        lines.append(f"{name + ' / ' + to:43}{middle:6.2f}  ({low:.2f} - {high:.2f}){cpu:9.2f}")
     return "\n".join(lines)
 
 
@@ -331,7 +332,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--rounds", type=int, default=40, help="timed steps of each side (default: %(default)s)")
     add("--reduce-every", type=int, default=4, help="to set against 1 (default: %(default)s)")
-    add("--bucket-mb", type=float, default=25, help="of the engine and of DDP (default: %(default)s)")
+    add("--bucket-mb", type=float, default=4, help="of the engine and of DDP (default: %(default)s)")
     add("--fused", action="store_true", help="AdamW's fused kernel, for all sides")
     add("--no-memory", action="store_true", help="leave out the runs that measure memory")
     add("--timeout", type=float, default=600, help="seconds for a run (default: %(default)s)")
