@@ -265,8 +265,8 @@ class Pipeline:
 
     def _share_loss(self, prepared: Prepared) -> Tensor:
         """The call's mean loss on every rank; sets `metrics`."""
-        self._preparation.learn(prepared)
-        loss, self.metrics = share_loss(prepared, self._parts, self._transport)
+        loss, self.metrics, info = share_loss(prepared, self._parts, self._transport)
+        self._preparation.learn(prepared, info)
         return loss
 
     def _rest(self) -> None:

@@ -97,8 +97,11 @@ class Preparation:
         if len(self._shapes) > _REMEMBERED_SHAPES:  # on all ranks at once: they number the same things
             self._forget_shapes()
         prepared = Prepared([], [], [sum(row.weights) for row in rows])
+        # Known only where all replicas know it, or some would ask for it and others not.
+        infos = {row.notes[row.last].loss for row in rows}
+        known = infos.pop() if len(infos) == 1 else None
         for replica, cut, own in zip(self._replicas, cuts, programs, strict=True):
-            call = self._call(kind, cut, rows[replica.place.replica], count)
+            call = self._call(kind, cut, rows[replica.place.replica], count, known)
             prepared.calls.append(call)
             runs = [Run(rank, own[rank], call, name=replica.place.name(rank)) for rank in self._parts.local]
             for run in runs:
@@ -107,10 +110,9 @@ class Preparation:
             prepared.runs.extend(runs)
         return prepared
 
-    def learn(self, prepared: Prepared) -> None:
+    def learn(self, prepared: Prepared, info: LossInfo | None) -> None:
         """Remembers what a call has shown of the loss."""
         for call in prepared.calls:
-            info = call.found()
             if info is not None:
                 self._loss_info[call.trains, call.environment] = info
 
@@ -204,7 +206,7 @@ class Preparation:
 
     # -------------------------------------------------------------------- runs
 
-    def _call(self, kind: Kind, cut: Cut, row: Row, count: int) -> Call:
+    def _call(self, kind: Kind, cut: Cut, row: Row, count: int, known: LossInfo | None) -> Call:
         """The call as one replica makes it."""
         signatures = row.notes[row.first].signatures
         assert signatures is not None
@@ -221,7 +223,7 @@ class Preparation:
             1.0,
             targets=cut.targets,
             predicts=kind.predicts,
-            loss_info=row.notes[row.last].loss,
+            loss_info=known,
             environment=row.notes[0 if self._parts.rank is None else self._parts.rank].environment,
         )
 

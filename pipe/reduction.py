@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, optim
 
 from pipe.across import Pending
+from pipe.errors import PipelineError
 from pipe.optimization import widest
 from pipe.optimizers import is_elementwise, is_observed, only
 from pipe.shards import Held, Holding
@@ -35,7 +36,7 @@ class Reduced:
         self._num_parameters = num_parameters
         self._checks_overflow = checks_overflow
         self._device = device
-        self._norm_dtype = widest(held.bucket.sum_dtype for held in self._held())
+        self._norm_dtype = widest(held.bucket.sum_dtype.to_real() for held in self._held())
 
     def _held(self) -> Iterator[Held]:
         for holding in self._holdings.values():
@@ -104,12 +105,24 @@ class Reduced:
                 held.gradient.mul_(coefficient.to(held.gradient.device))
 
     def step(self, optimizer: optim.Optimizer) -> None:
+        self._check_groups(optimizer)
         there = [held for held in self._held() if held.trains and held.gradient is not None]
         if is_elementwise(optimizer) and not is_observed(optimizer):
             pending = _step_by_bucket(optimizer, there)
         else:
             pending = _step_at_once(optimizer, there)
         _wait(pending)
+
+    def _check_groups(self, optimizer: optim.Optimizer) -> None:
+        """A parameter that came later has no master weights, and would never be stepped with."""
+        known = sum(len(held.masters) for held in self._held())
+        found = sum(len(group["params"]) for group in optimizer.param_groups)
+        if found != known:
+            raise PipelineError(
+                f"the optimizer was built with {known} parameters (or shards of them) and has {found} now: with "
+                "dp, amp or zero it needs all of them from the start. A parameter may be frozen then, and thaw: "
+                "leave requires_grad on until the pipeline is built"
+            )
 
     def clear(self) -> None:
         for holding in self._holdings.values():
@@ -172,6 +185,7 @@ def _add_squares(squares: Tensor, held: Held) -> None:
     if not pieces:
         return
     views = [held.gradient_of(piece, gradient) for piece in pieces]
+    views = [torch.view_as_real(view) if view.is_complex() else view for view in views]
     norms = torch.stack(torch._foreach_norm(views, 2.0, dtype=torch.float64)).to(squares.device)
     indices = torch.tensor([piece.slot.index for piece in pieces], device=squares.device)
-    squares.index_add_(0, indices, norms.real.square())
+    squares.index_add_(0, indices, norms.square())

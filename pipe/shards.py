@@ -82,6 +82,7 @@ class Held:
         self._shard: Tensor | None = None
         self._shard_is_empty = True
         self._sums: list[Tensor | None] = [None] * len(parameters)
+        self._in_place: dict[int, Tensor] = {}  # of those, what autograd adds to by itself
         self.used = [False] * len(parameters)
 
     # ------------------------------------------------------------- parameters
@@ -190,7 +191,7 @@ class Held:
         fresh, there, added, totals = [], [], [], []
         for index, parameter in enumerate(self.parameters):
             gradient = parameter.grad
-            if gradient is None:
+            if gradient is None or gradient is self._in_place.get(index):
                 continue
             parameter.grad = None
             if gradient.is_sparse:
@@ -205,6 +206,9 @@ class Held:
                 self._sums[index] = total = self.bucket.slots[index].view(self._gradient())
                 fresh.append(total)
                 there.append(gradient)
+                if total.dtype == parameter.dtype:
+                    # While a gradient is in the cache, as autograd has it, adding it up costs least.
+                    parameter.grad = self._in_place[index] = total
             else:
                 self._sums[index] = gradient.to(self.bucket.sum_dtype)
         if fresh:
@@ -233,8 +237,15 @@ class Held:
             flat = self._in_transit()
         if self._sharding.zero >= 2:
             self._sums = [None] * len(self.parameters)
+            self._release()
             self._full = None  # what comes meanwhile needs another buffer
         return Reduction(self, self.across.reduce_scatter(flat, self.bucket.cuts), flat)
+
+    def _release(self) -> None:
+        """Takes the sums from autograd."""
+        for index in self._in_place:
+            self.parameters[index].grad = None
+        self._in_place.clear()
 
     def _in_transit(self) -> Tensor:
         """This microbatch's gradients in a buffer of their own."""
@@ -287,6 +298,7 @@ class Held:
 
     def clear(self) -> None:
         """Forgets all gradients."""
+        self._in_place.clear()
         self._sums = [None] * len(self.parameters)
         self.used = [False] * len(self.parameters)
         self._shard_is_empty = True

@@ -1,6 +1,7 @@
 """How the mean loss of a call gets to every rank of every replica."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,15 @@ from pipe.preparation import Prepared
 from pipe.transport import Transport
 
 
-def share_loss(prepared: Prepared, parts: Parts, transport: Transport) -> tuple[Tensor, dict[str, Tensor]]:
+class Shared(NamedTuple):
+    """What a call gave, as all ranks know it."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    info: LossInfo | None
+
+
+def share_loss(prepared: Prepared, parts: Parts, transport: Transport) -> Shared:
     """The call's mean loss and metrics over all replicas, everywhere; a collective."""
     info = _known(prepared, parts, transport)
     names = info.names if info else ()
@@ -23,10 +32,10 @@ def share_loss(prepared: Prepared, parts: Parts, transport: Transport) -> tuple[
         for call in prepared.calls
     ]
     numbers = _mean(own, prepared, parts, transport)
-    info = info or LossInfo(torch.get_default_dtype(), ())
+    dtype = info.dtype if info else torch.get_default_dtype()
     # A metric may be a count, which a half-precision loss's type could not hold.
-    metrics = numbers[1:].to(torch.promote_types(info.dtype, torch.float32))
-    return numbers[0].to(info.dtype), dict(zip(info.names, metrics, strict=True))
+    metrics = numbers[1:].to(torch.promote_types(dtype, torch.float32))
+    return Shared(numbers[0].to(dtype), dict(zip(names, metrics, strict=True)), info)
 
 
 def _known(prepared: Prepared, parts: Parts, transport: Transport) -> LossInfo | None:

@@ -69,8 +69,8 @@ def completes(plan: Plan) -> bool:
 
 
 def can_run(plan: Plan) -> bool:
-    """An nn.Sequential is a chain."""
-    return tuple(plan.edges) == tuple(chain(plan.num_stages))
+    """An nn.Sequential is a chain; and without replicas there is nothing to gather or to reduce."""
+    return tuple(plan.edges) == tuple(chain(plan.num_stages)) and not plan.has_collectives
 
 
 @settings(max_examples=150, deadline=None)
