@@ -63,6 +63,7 @@ REPLICAS = 2
 WARMUP = 5
 
 Step = Callable[[], Tensor]  # one optimizer step -> the mean loss, of this replica or of all
+AdamW = functools.partial[torch.optim.AdamW]
 Result = dict[str, Any]
 
 
@@ -137,7 +138,7 @@ def makers(args: argparse.Namespace) -> dict[str, Callable[[], Side]]:
     }
 
 
-def engine(options: str, adamw: Callable[..., Any], bucket_mb: float) -> Side:
+def engine(options: str, adamw: AdamW, bucket_mb: float) -> Side:
     from pipe import Pipeline
 
     pipeline = Pipeline(
@@ -150,7 +151,7 @@ def engine(options: str, adamw: Callable[..., Any], bucket_mb: float) -> Side:
     return Side(lambda: pipeline.step(inputs, targets), lambda: pipeline.traffic[0])
 
 
-def ddp(adamw: Callable[..., Any], bucket_mb: float, *, zero: bool = False) -> Side:
+def ddp(adamw: AdamW, bucket_mb: float, *, zero: bool = False) -> Side:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
@@ -164,7 +165,7 @@ def ddp(adamw: Callable[..., Any], bucket_mb: float, *, zero: bool = False) -> S
     return Side(accumulating(layers, optimizer, lambda last: nullcontext() if last else layers.no_sync()))
 
 
-def fsdp2(adamw: Callable[..., Any], *, once: bool = False) -> Side:
+def fsdp2(adamw: AdamW, *, once: bool = False) -> Side:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
