@@ -2,9 +2,10 @@
 
 import copy
 import functools
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,6 +51,7 @@ class Arguments(NamedTuple):
     weight: Weight | None
     split: Split | None
     seed: int | None
+    tensorboard: Any
 
 
 class Spot(NamedTuple):
@@ -74,6 +76,7 @@ class Parts:
 
     Args:
         base: the plan of a full batch without, `plan` with what replicas do together.
+        layers: of the unsplit model: name and class, and how many numbers it has as parameters.
         place: of this process; in one process, of replica 0.
         rank: of this process; None where all ranks live in it.
         local: the ranks that live in it.
@@ -89,7 +92,7 @@ class Parts:
     resolved: Resolved
     base: Plan
     plan: Plan
-    num_layers: int
+    layers: Sequence[tuple[str, float]]
     place: Place
     rank: int | None
     local: Sequence[int]
@@ -105,6 +108,14 @@ class Parts:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self.built.optimizer if self.built else None
+
+    @property
+    def schedule_name(self) -> str:
+        """As the option string has it, or an object's class."""
+        schedule = self.resolved.schedule
+        if schedule == schedules.get(self.options.schedule):
+            return self.options.schedule
+        return type(schedule).__name__
 
     @property
     def name(self) -> str:
@@ -133,7 +144,10 @@ class Parts:
 def assemble(given: Arguments, spot: Spot) -> tuple[Opening, Parts]:
     """The stages and the user's optimizer, and what there is to compare with other ranks."""
     _check(given)
-    model, options = given.model, merge(given.options, clip=given.clip)
+    model, options = (
+        given.model,
+        merge(given.options, clip=given.clip, tensorboard=_directory(given.tensorboard)),
+    )
     schedule = schedules.get(given.schedule) if isinstance(given.schedule, str) else given.schedule
     partitioners.check_model(model)
     sizes = functools.partial(partitioners.layer_sizes, model)
@@ -184,7 +198,10 @@ def assemble(given: Arguments, spot: Spot) -> tuple[Opening, Parts]:
         resolved=resolved,
         base=base,
         plan=plan,
-        num_layers=len(model),
+        layers=[
+            (f"{name} {type(layer).__name__}", float(size))
+            for (name, layer), size in zip(model._modules.items(), sizes(), strict=True)
+        ],
         place=place,
         rank=rank,
         local=local,
@@ -229,6 +246,17 @@ def _check(given: Arguments) -> None:
             raise TypeError(f"{name}= takes a function, not {function!r}")
     if given.seed is not None and not isinstance(given.seed, int):
         raise TypeError(f"seed= takes a whole number, not {given.seed!r}")
+
+
+def _directory(tensorboard: Any) -> str | None:
+    """What the options say of where traces go: a SummaryWriter's place may differ from rank to rank."""
+    if tensorboard is None or isinstance(tensorboard, str):
+        return tensorboard if tensorboard is None else str(tensorboard)
+    if isinstance(tensorboard, os.PathLike):
+        return os.fspath(tensorboard)
+    if hasattr(tensorboard, "file_writer"):
+        return "SummaryWriter"
+    raise TypeError(f"tensorboard= takes a directory or a SummaryWriter, not {tensorboard!r}")
 
 
 def _check_callables(*, loss: object, optimizer: object, schedule: object) -> None:

@@ -7,6 +7,7 @@ from pipe.call import Call
 from pipe.errors import PipelineError, with_note
 from pipe.program import NOTHING, Kind, Step
 from pipe.stage import Keep
+from pipe.tracks import Track
 from pipe.transport import Key, Transport
 from schedules import Action, F
 
@@ -14,13 +15,17 @@ from schedules import Action, F
 class Run:
     """One rank's way through its program in one call. It owns the rank's mailbox."""
 
-    def __init__(self, rank: int, program: Sequence[Step], call: Call, *, name: str = "") -> None:
+    def __init__(
+        self, rank: int, program: Sequence[Step], call: Call, *, name: str = "", member: int | None = None
+    ) -> None:
         self.rank = rank
+        self.member = rank if member is None else member
         self.name = name or f"rank {rank}"
         self.program = program
         self.call = call
         self.position = 0
         self.mailbox: dict[Key, Parcel] = {}
+        self.track: Track | None = None  # where times are told, in a step that is traced
         self.live = 0  # microbatches whose forward has run on a stage and whose backward hasn't
         self.peak_live = 0
 
@@ -55,16 +60,23 @@ def execute(runs: Sequence[Run], transport: Transport) -> None:
         moved = False
         for run in waiting:
             start, position, program, mailbox = run.position, run.position, run.program, run.mailbox
-            call = run.call
+            call, track = run.call, run.track
             try:
                 while position < len(program):
                     kind, _, stage, microbatch, takes, gives, lane, keep, split, own, is_ready, begin = (
                         program[position]
                     )
-                    if is_ready is not None and not is_ready():
-                        break
+                    if track is not None:
+                        track.begins[position] = track.stamp()
+                    if is_ready is not None:
+                        if not is_ready():
+                            break
+                        if track is not None:
+                            track.arrivals[position] = track.stamp()
                     if kind == Kind.FORWARD:
                         parcel = _take(mailbox, takes)
+                        if track is not None:
+                            track.readies[position] = track.stamp()
                         if not call.trains or not call.weights[microbatch]:
                             keep = Keep.NOTHING
                         if own is not None:
@@ -77,6 +89,8 @@ def execute(runs: Sequence[Run], transport: Transport) -> None:
                             run.peak_live = max(run.peak_live, run.live)
                     elif kind == Kind.BACKWARD or kind == Kind.BACKWARD_INPUT:
                         given = None if takes is NOTHING else _take(mailbox, takes)
+                        if track is not None:
+                            track.readies[position] = track.stamp()
                         if kind == Kind.BACKWARD:
                             gradients = stage.backward(microbatch, given, call)
                             run.live -= 1
@@ -99,6 +113,8 @@ def execute(runs: Sequence[Run], transport: Transport) -> None:
                         if received is None:
                             break
                         mailbox[gives] = received
+                    if track is not None:
+                        track.end(position, run.live)
                     position += 1
             except BaseException as error:
                 run.position = position

@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -81,11 +81,17 @@ class Updates:
         """Forgets a call that failed, and all that was accumulated before it."""
         self._stale = True
 
-    def update(self, transport: Transport) -> dict[str, Tensor]:
-        """One optimizer step over all that was accumulated; returns what there is to report."""
+    def update(self, transport: Transport, *, reduced: Callable[[], None] | None = None) -> dict[str, Tensor]:
+        """One optimizer step over all that was accumulated; returns what there is to report.
+
+        Args:
+            reduced: called when all gradients are final.
+        """
         assert self.optimizer is not None
         self._stale = True
         self._gradients.finish(transport)
+        if reduced is not None:
+            reduced()
         if not self._weights:
             warnings.warn("every microbatch had weight 0: nothing was updated", stacklevel=3)
             return {}

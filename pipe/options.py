@@ -61,6 +61,8 @@ class Options:
     reduce_every: int | None = None
     checkpoint: str = "never"
     clip: float | None = None
+    tensorboard: str | None = None
+    trace_every: int | None = None
     timeout: float = 300.0
     # The string as the user wrote it, which later errors show. Not part of the value.
     text: str = field(default="", compare=False, repr=False, kw_only=True)
@@ -134,6 +136,8 @@ class Options:
             reduce_every=1 if self.reduce_every is None else self.reduce_every,
             checkpoint=self.checkpoint,
             clip=self.clip,
+            tensorboard=self.tensorboard,
+            trace_every=1 if self.trace_every is None else self.trace_every,
             timeout=self.timeout,
         )
 
@@ -143,7 +147,9 @@ class Options:
             if key.needs is None or getattr(self, name) == _DEFAULTS[name]:
                 continue
             other = getattr(self, key.needs.key)
-            if other not in key.needs.values:
+            if not key.needs.values and other == _DEFAULTS[key.needs.key]:
+                self.refuse(name, key.needs.problem)
+            if key.needs.values and other not in key.needs.values:
                 self.refuse(name, f"{key.needs.problem}, but {key.needs.key} is {other}")
 
     def _explicit_map(self) -> DeviceMap | None:
@@ -287,6 +293,8 @@ class Resolved:
     reduce_every: int
     checkpoint: str
     clip: float | None
+    tensorboard: str | None
+    trace_every: int
     timeout: float
 
     @property
@@ -542,6 +550,18 @@ KEYS = {
         _positive,
         "clip takes a number over 0, such as 1.0",
         "The global gradient norm is clipped to this; off unless given.",
+    ),
+    "tensorboard": Key(
+        str,
+        "tensorboard takes a directory, such as runs/first",
+        "Where traces of steps and scalars go; off unless given.",
+        kind=str,
+    ),
+    "trace_every": Key(
+        _integer,
+        "trace_every takes a whole number: 1, 2, ...",
+        "Each so many steps one is traced; 1 unless said.",
+        needs=Need("tensorboard", (), "trace_every is for traces: it needs tensorboard=DIR"),
     ),
     "timeout": Key(
         _seconds,

@@ -1,6 +1,7 @@
 """The public face: a model, an option string and a schedule become something with a `step`."""
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -27,6 +28,7 @@ from pipe.optimizers import OptimizerFactory
 from pipe.options import Options
 from pipe.preparation import Batch, Kind, Pairs, Preparation, Prepared
 from pipe.randomness import layer_seeds, preserved
+from pipe.recorder import NoRecorder, Recorder
 from pipe.replica import Replica
 from pipe.sampling import BatchShard
 from pipe.sharing import share_loss
@@ -58,6 +60,8 @@ class Pipeline:
         seed: of the layers' random draws; by default rank 0's `torch.initial_seed()`.
         mesh: a DeviceMesh with a `pp` dimension; other dimensions belong to the module.
         device: of this process's stages; by default `cuda:LOCAL_RANK`, or the CPU.
+        tensorboard: the directory in which stage timelines and scalars are written (also in the string), or a
+            `torch.utils.tensorboard.SummaryWriter` of your own; on all ranks alike, rank 0 writes.
 
     Raises:
         OptionError: the option string, or a combination of options, is wrong.
@@ -81,18 +85,20 @@ class Pipeline:
         seed: int | None = None,
         mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
+        tensorboard: Any = None,
     ) -> None:
         self.metrics: dict[str, Tensor] = {}
         self.peak_live: dict[int, int] = {}
         self.traffic: dict[int, dict[str, int]] = {}
         self._replicas: list[Replica] = []
+        self._recorder: Recorder | NoRecorder = NoRecorder()
         self._closed: str | None = None
         self._calls = 0
         if not isinstance(options, str | Options):
             raise TypeError(
                 f"the second argument is an option string or an Options, not a {type(options).__name__}"
             )
-        given = Arguments(model, options, clip, schedule, loss, optimizer, weight, split, seed)
+        given = Arguments(model, options, clip, schedule, loss, optimizer, weight, split, seed, tensorboard)
         world = world_size(mesh)
         device = checked_device(device, world)
         self._transport: Transport = InProcess()
@@ -116,6 +122,10 @@ class Pipeline:
             self._updates = self._agree_on(lambda: hold(parts, self._transport))
             self.scaler = self._updates.scaler
             self._preparation = Preparation(self._transport, parts, weight=weight, split=split)
+            directory = parts.resolved.tensorboard
+            if directory is not None:
+                target = tensorboard if hasattr(tensorboard, "file_writer") else directory
+                self._recorder = Recorder(target, parts.resolved.trace_every, parts, self._transport)
         except LostContact as error:
             self._fail(error)
         except BaseException:
@@ -172,6 +182,7 @@ class Pipeline:
                 "step needs an optimizer: pass optimizer= to Pipeline (or update=False to accumulate)"
             )
         kind = Kind(f"step(update={update})", trains=True, updates=update)
+        entered, recorder = time.perf_counter_ns(), self._recorder
         prepared = self._prepare(kind, Batch(inputs, targets, microbatches))
         runs = prepared.runs
         self._sent()  # what other calls have sent is none of this one's
@@ -180,16 +191,21 @@ class Pipeline:
             for replica, call in zip(self._replicas, prepared.calls, strict=True):
                 call.reference, call.scaler = reference, self.scaler
                 call.seeds = layer_seeds(
-                    self._seed, self._calls, replica.place.replica, call.microbatches, self._parts.num_layers
+                    self._seed, self._calls, replica.place.replica, call.microbatches, len(self._parts.layers)
                 )
+            recorder.begin(self._calls, prepared, entered)
             self._calls += 1
             with preserved(self._parts.generators), torch.enable_grad():
                 execute(runs, self._transport)
             self._updates.accumulated(prepared.weight)
             loss = self._share_loss(prepared)
+            recorder.mark("o")
             if update:
-                self.metrics |= self._updates.update(self._transport)
+                reduced = functools.partial(recorder.mark, "g")
+                self.metrics |= self._updates.update(self._transport, reduced=reduced)
             self._rest()
+            recorder.mark("o")
+            recorder.finish(loss, self.metrics)
         except BaseException as error:
             self._fail(error, runs, trains=True)
         self.peak_live = {run.rank: run.peak_live for run in runs[: len(self._parts.local)]}
@@ -446,6 +462,7 @@ class Pipeline:
         """Gives connections back; the pipeline can't be used afterwards. Closing twice does nothing."""
         if self._closed is None:
             self._closed = ""
+        self._recorder.close()
         self._transport.close()
 
     def __enter__(self) -> "Pipeline":

@@ -43,12 +43,21 @@ class Kind(NamedTuple):
     predicts: bool = False
 
 
+class Programs(NamedTuple):
+    """A plan, and what each local replica's ranks do of it."""
+
+    plan: Plan
+    by_replica: list[dict[int, list[Step]]]
+
+
 class Prepared(NamedTuple):
     """A call that all ranks of all replicas have agreed on."""
 
     runs: list[Run]
     calls: list[Call]  # of each replica that lives in this process
     weights: list[float]  # of each replica
+    plan: Plan
+    samples: int | None  # of all replicas, where they were counted
 
     @property
     def weight(self) -> float:
@@ -71,12 +80,12 @@ class Preparation:
         self._resolved = parts.resolved
         self._replicas = parts.replicas
         self._weight, self._split = weight, split
-        self._programs: dict[tuple[int, bool, bool], list[dict[int, list[Step]]]] = {}
+        self._programs: dict[tuple[int, bool, bool], Programs] = {}
         # What the last stage's rank knows of the loss, in steps (True) and evaluations, by environment.
         self._loss_info: dict[tuple[bool, int], LossInfo] = {}
         self._signatures, self._shapes = _Numbers(), _Numbers()
         # Found out before any call, so that a plan that the engine can't run is refused at once.
-        self._programs[parts.plan.microbatches, True, True] = self._compile(parts.plan)
+        self._programs[parts.plan.microbatches, True, True] = Programs(parts.plan, self._compile(parts.plan))
 
     def prepare(self, kind: Kind, batch: Batch, *, made: int) -> Prepared:
         """Agrees with all ranks on a call.
@@ -93,17 +102,22 @@ class Preparation:
             count = check_notes(rows, targeted=not kind.predicts)
         if self.has_fixed_plan:
             self._check_fixed(count, kind.trains)
-        programs = self._program(count, kind)
+        plan, programs = self._program(count, kind)
         if len(self._shapes) > _REMEMBERED_SHAPES:  # on all ranks at once: they number the same things
             self._forget_shapes()
-        prepared = Prepared([], [], [sum(row.weights) for row in rows])
+        counts = [row.notes[row.first].inputs for row in rows]
+        samples = sum(count for count in counts if count) if None not in counts else None
+        prepared = Prepared([], [], [sum(row.weights) for row in rows], plan, samples)
         # Known only where all replicas know it, or some would ask for it and others not.
         infos = {row.notes[row.last].loss for row in rows}
         known = infos.pop() if len(infos) == 1 else None
         for replica, cut, own in zip(self._replicas, cuts, programs, strict=True):
             call = self._call(kind, cut, rows[replica.place.replica], count, known)
             prepared.calls.append(call)
-            runs = [Run(rank, own[rank], call, name=replica.place.name(rank)) for rank in self._parts.local]
+            runs = [
+                Run(rank, own[rank], call, name=replica.place.name(rank), member=replica.member(rank))
+                for rank in self._parts.local
+            ]
             for run in runs:
                 if run.rank == self._parts.first:
                     run.mailbox.update(_posted(cut.inputs))
@@ -227,7 +241,7 @@ class Preparation:
             environment=row.notes[0 if self._parts.rank is None else self._parts.rank].environment,
         )
 
-    def _program(self, microbatches: int, kind: Kind) -> list[dict[int, list[Step]]]:
+    def _program(self, microbatches: int, kind: Kind) -> Programs:
         """Each local replica's programs, made and compared at their first use."""
         # Gradients that are kept in full are reduced once, before the update.
         reduces = kind.trains and (kind.updates or self._resolved.zero >= 2)
@@ -241,7 +255,8 @@ class Preparation:
             plan = with_collectives(plan, self._resolved, reduces=reduces)
             digests = [Opening(plan=digest) for digest in self._transport.all_gather([plan.digest])]
             check_openings(digests, partial(member_name, self._resolved.dp))
-            programs = self._programs[microbatches, kind.trains, reduces] = self._compile(plan)
+            programs = Programs(plan, self._compile(plan))
+            self._programs[microbatches, kind.trains, reduces] = programs
         return programs
 
     def _compile(self, plan: Plan) -> list[dict[int, list[Step]]]:
