@@ -251,7 +251,7 @@ def _check(given: Arguments) -> None:
 def _directory(tensorboard: Any) -> str | None:
     """What the options say of where traces go: a SummaryWriter's place may differ from rank to rank."""
     if tensorboard is None or isinstance(tensorboard, str):
-        return tensorboard if tensorboard is None else str(tensorboard)
+        return tensorboard  # type: ignore[no-any-return]
     if isinstance(tensorboard, os.PathLike):
         return os.fspath(tensorboard)
     if hasattr(tensorboard, "file_writer"):

@@ -147,7 +147,7 @@ class Recorder:
         numbers = _numbers(scalars)
         trace = Trace(self._header(step, prepared, members, numbers), members)
         trace = trace.replace(predicted=predict(trace))
-        self._writer.write(trace, numbers)
+        self._writer.write(trace, _tagged(numbers))
 
     def _header(
         self, step: int, prepared: Prepared, members: Sequence[Member], scalars: Mapping[str, float]
@@ -181,13 +181,13 @@ class Recorder:
             scalars["lr" if len(groups) == 1 else f"lr_group_{index}"] = group["lr"]
         if samples is not None:
             scalars["samples_per_second"] = samples / seconds
-        return {f"{SCALARS}{name}": value for name, value in scalars.items()}
+        return scalars
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, []
         for step, wall_time, scalars in pending:
             if self._writer is not None:
-                self._writer.write_scalars(step, _numbers(scalars), wall_time)
+                self._writer.write_scalars(step, _tagged(_numbers(scalars)), wall_time)
 
     def _guarded(self, write: Any) -> None:
         """A disk that fails costs the trace, not the training."""
@@ -201,6 +201,10 @@ class Recorder:
 
 def _numbers(scalars: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in scalars.items()}
+
+
+def _tagged(scalars: Mapping[str, float]) -> dict[str, float]:
+    return {f"{SCALARS}{name}": value for name, value in scalars.items()}
 
 
 def _last(track: Track) -> Any:
