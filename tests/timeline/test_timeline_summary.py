@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from pipe.timeline.costs import costs_of, predict
 from pipe.timeline.idle import CAUSES, busy_of, idle
 from pipe.timeline.summary import Summary, scalars_of, summarize, summary_data
-from pipe.timeline.trace import TICKS, Clock, Member, Trace, TraceError, joined
+from pipe.timeline.trace import TICKS, Clock, Member, Sends, Trace, TraceError, joined
 from schedules import COMPUTE, SCHEDULES, Costs, Plan, add_collectives, forward_only, simulate
 
 NAMES = [name for name in SCHEDULES if name != "auto"]
@@ -85,8 +86,7 @@ def test_waits_name_their_stage() -> None:
 
 def test_waits_without_sends_are_guessed_from_the_peer() -> None:
     trace = synthetic.trace(synthetic.plan_of("interleaved", 3, 6), Costs(latency=0.5))
-    none = Member.__dataclass_fields__["sends"].default_factory()  # type: ignore[misc]
-    bare = Trace(trace.header, tuple(dataclasses.replace(m, sends=none) for m in trace.members))
+    bare = Trace(trace.header, tuple(dataclasses.replace(m, sends=Sends.none()) for m in trace.members))
     assert [m.waits for m in summarize(bare).members] == [m.waits for m in summarize(trace).members]
 
 
@@ -151,7 +151,10 @@ def test_moving_a_layer() -> None:
     layers   0  1 | 2  3  4  5 | 6  7        2  2  2  2 2 2 2   3  3 units of F + B
     """
     plan = synthetic.plan_of("1f1b", 3, 12)
-    layers = {"layers": ((0, 2), (2, 6), (6, 8)), "layer_names": tuple(f"{i} Linear" for i in range(8))}
+    layers: dict[str, Any] = {
+        "layers": ((0, 2), (2, 6), (6, 8)),
+        "layer_names": tuple(f"{i} Linear" for i in range(8)),
+    }
     trace = synthetic.trace(plan, Costs(F=(2, 4, 3), B=(4, 8, 6)), **layers)
     summary = summarize(trace)
     move = summary.move
@@ -190,7 +193,7 @@ def test_words_where_no_layer_can_move() -> None:
 
 
 def test_words_on_idle_time() -> None:
-    def last(name: str, costs: Costs, **changes: float) -> str:
+    def last(name: str, costs: Costs, **changes: Any) -> str:
         return summarize(synthetic.trace(synthetic.plan_of(name, 4, 8), costs, **changes)).advice[-1]
 
     assert last("gpipe", Costs()).startswith("Warm-up and drain are 13% of the ranks' time")
