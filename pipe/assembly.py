@@ -2,9 +2,9 @@
 
 import copy
 import functools
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -250,10 +250,12 @@ def _check(given: Arguments) -> None:
 
 def _directory(tensorboard: Any) -> str | None:
     """What the options say of where traces go: a SummaryWriter's place may differ from rank to rank."""
-    if tensorboard is None or isinstance(tensorboard, str):
-        return tensorboard  # type: ignore[no-any-return]
-    if isinstance(tensorboard, os.PathLike):
-        return os.fspath(tensorboard)
+    if tensorboard is None:
+        return None
+    if isinstance(tensorboard, str):
+        return tensorboard
+    if isinstance(tensorboard, Path):
+        return str(tensorboard)
     if hasattr(tensorboard, "file_writer"):
         return "SummaryWriter"
     raise TypeError(f"tensorboard= takes a directory or a SummaryWriter, not {tensorboard!r}")

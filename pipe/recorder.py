@@ -13,7 +13,6 @@ from pipe.executor import Run
 from pipe.preparation import Prepared
 from pipe.recording import Offsets, Record, StampClock, events_of, sends_of
 from pipe.timeline import SCALARS
-from pipe.timeline.costs import predict
 from pipe.timeline.events import Writer
 from pipe.timeline.trace import Clock, Header, Member, Trace
 from pipe.tracks import Track
@@ -63,7 +62,8 @@ class Recorder:
             self._guarded(lambda: self._open(target))
 
     def _open(self, target: Any) -> None:
-        self._writer = Writer(target)
+        # What an earlier run has left in the directory is no part of this one.
+        self._writer = Writer(target, first_step=0)
 
     # ------------------------------------------------------------------- a step
 
@@ -146,7 +146,6 @@ class Recorder:
         members = tuple(record.told(zero, ahead[record.member]) for record in records)
         numbers = _numbers(scalars)
         trace = Trace(self._header(step, prepared, members, numbers), members)
-        trace = trace.replace(predicted=predict(trace))
         self._writer.write(trace, _tagged(numbers))
 
     def _header(
