@@ -25,10 +25,11 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## what an action, a split backward and a plan cost, beside torch's
+bench: $(READY)  ## what an action, a split backward, a plan and ZeRO cost, beside torch's
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/split.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zero.py
 
 format: $(READY)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

@@ -4,10 +4,12 @@ r"""How do you train a byte-level GPT on real text with a pipeline of two ranks?
     python examples/train_gpt.py                    # the same ranks, all in this process
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py \
         --pipeline "chunks=8 device_map=0:0-2,1:2-5,2:5-8,3:8-10"
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py \
+        --pipeline "chunks=5 ranks=2 dp=2 amp=bf16 zero=1"    # two replicas, each takes half of a batch
 
 The text is the source of Python's standard library, or the files given with --text. Every
-rank runs this same script: it reads the same text, draws the same batches and makes the same
-calls, in the same order.
+rank runs this same script: it reads the same text, draws the same batches, of which it gives the
+pipeline its replica's share, and makes the same calls, in the same order.
 """
 
 import argparse
@@ -16,7 +18,6 @@ import math
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import schedules
@@ -145,19 +147,35 @@ def tensor(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.zeros(0)
 
 
-def windows(text: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, both (len(starts), seq_len): each byte's target is the next byte."""
-    taken = text[starts[:, None] + torch.arange(seq_len + 1)].long()
-    return taken[:, :-1], taken[:, 1:]
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Inputs and targets, both (seq_len,), that begin at `starts`: each byte's target is the next byte."""
+
+    def __init__(self, text: Tensor, starts: Tensor, seq_len: int) -> None:
+        self.text, self.starts, self.seq_len = text, starts.tolist(), seq_len
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = self.starts[index]
+        taken = self.text[start : start + self.seq_len + 1].long()
+        return taken[:-1], taken[1:]
 
 
-def batches(
-    text: Tensor, steps: int, batch_size: int, seq_len: int, seed: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def random_windows(text: Tensor, count: int, seq_len: int, seed: int) -> Windows:
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        starts = torch.randint(len(text) - seq_len, (batch_size,), generator=generator)
-        yield windows(text, starts, seq_len)
+    return Windows(text, torch.randint(len(text) - seq_len, (count,), generator=generator), seq_len)
+
+
+def even_windows(text: Tensor, count: int, seq_len: int) -> Windows:
+    """Spread evenly over the text."""
+    return Windows(text, torch.linspace(0, len(text) - seq_len - 1, count).long(), seq_len)
+
+
+def batches(pipeline: Pipeline, windows: Windows, batch_size: int) -> DataLoader[tuple[Tensor, Tensor]]:
+    """This process's share of each batch: all of it, but for a process that is one replica of several."""
+    shard = pipeline.shard(windows, batch_size, shuffle=False)
+    return DataLoader(windows, batch_sampler=shard)
 
 
 def unigram_entropy(train: Tensor, validation: Tensor) -> float:
@@ -198,16 +216,17 @@ def warmup_then_cosine(step: int, steps: int) -> float:
 def train(pipeline: Pipeline, text: Tensor, args: argparse.Namespace) -> None:
     factor = functools.partial(warmup_then_cosine, steps=args.steps)
     scheduler = LambdaLR(pipeline.optimizer, factor)
-    total = args.steps * args.batch_size * args.seq_len
+    windows = random_windows(text, args.steps * args.batch_size, args.seq_len, args.seed)
+    batch_tokens = args.batch_size * args.seq_len  # of all replicas
     quiet = not pipeline.is_main
     every = 1 if sys.stderr.isatty() else 10  # seconds; a log file need not see the bar move
-    with tqdm(total=total, unit="tok", unit_scale=True, mininterval=every, disable=quiet) as bar:
-        for step, (inputs, targets) in enumerate(
-            batches(text, args.steps, args.batch_size, args.seq_len, args.seed)
-        ):
+    with tqdm(
+        total=args.steps * batch_tokens, unit="tok", unit_scale=True, mininterval=every, disable=quiet
+    ) as bar:
+        for step, (inputs, targets) in enumerate(batches(pipeline, windows, args.batch_size)):
             mean = pipeline.step(inputs, targets)
             scheduler.step()
-            bar.update(inputs.numel())  # the bar shows tokens, so its rate is tokens/s
+            bar.update(batch_tokens)  # the bar shows tokens, so its rate is tokens/s
             if step % 10 == 0:  # reading the loss waits for the device
                 bits = f"{mean.item() / math.log(2):.2f} bits"
                 bar.set_postfix(step=step, loss=bits, bubble=f"{pipeline.bubble:.0%}")
@@ -215,25 +234,27 @@ def train(pipeline: Pipeline, text: Tensor, args: argparse.Namespace) -> None:
 
 def evaluate(pipeline: Pipeline, text: Tensor, args: argparse.Namespace) -> float:
     """Bits per byte over windows spread evenly over the text."""
-    last = len(text) - args.seq_len - 1
-    total = 0.0
-    all_starts = torch.linspace(0, last, VALIDATION_WINDOWS).long()
-    for starts in torch.split(all_starts, args.batch_size):
-        inputs, targets = windows(text, starts, args.seq_len)
-        total += pipeline.evaluate(inputs, targets).item() * len(starts)
-    return total / VALIDATION_WINDOWS / math.log(2)
+    windows = even_windows(text, VALIDATION_WINDOWS, args.seq_len)
+    total, left = 0.0, VALIDATION_WINDOWS
+    for inputs, targets in batches(pipeline, windows, args.batch_size):
+        size = min(args.batch_size, left)  # of all replicas
+        total += pipeline.evaluate(inputs, targets).item() * size
+        left -= size
+    return total / (VALIDATION_WINDOWS - left) / math.log(2)
 
 
 def sample(pipeline: Pipeline, length: int, args: argparse.Namespace) -> str:
     """PROMPT and `length` bytes more. All ranks draw the same ones, so they stay in step."""
     generator = torch.Generator().manual_seed(args.seed)
     text = list(PROMPT)
+    # Where all replicas share one process, and so one batch, each needs a row to work on.
+    rows = pipeline.dp if pipeline.replica is None else 1
     for _ in range(length):
         context = text[-args.seq_len :]
         # Padded on the right, which a causal model can't see: shapes that stay the same send
         # no metadata.
-        inputs = torch.zeros(1, args.seq_len, dtype=torch.long)
-        inputs[0, : len(context)] = torch.tensor(context)
+        inputs = torch.zeros(rows, args.seq_len, dtype=torch.long)
+        inputs[:, : len(context)] = torch.tensor(context)
         logits = pipeline.predict(inputs)[0, len(context) - 1].float().cpu()
         chances = (logits / TEMPERATURE).softmax(-1)
         text.append(int(torch.multinomial(chances, 1, generator=generator)))

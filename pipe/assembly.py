@@ -16,7 +16,7 @@ from pipe.agreement import Opening
 from pipe.errors import PipelineError
 from pipe.microbatch import Split, Weight
 from pipe.offload import home_of
-from pipe.optimization import Gradients, Updates, Whole
+from pipe.optimization import Gradients, Updates, Whole, widest
 from pipe.optimizers import (
     Built,
     Named,
@@ -79,7 +79,8 @@ class Parts:
         local: the ranks that live in it.
         replicas: that live in it, of these ranks.
         devices: by member.
-        named: all parameters of the unsplit model, frozen ones too, that may thaw; `owners` has their ranks.
+        owners: the rank of each parameter of the unsplit model; frozen ones too, that may thaw.
+        norm_dtype: of the norm over all gradients.
         shared: the frozen parameters that stages of different ranks have, by name.
         dtypes: what parameters compute in, by name, where it isn't their own type.
     """
@@ -95,8 +96,8 @@ class Parts:
     replicas: list[Replica]
     devices: Sequence[torch.device]
     generators: Sequence[torch.Generator]
-    named: Named
     owners: Sequence[int]
+    norm_dtype: torch.dtype
     shared: Collection[str]
     dtypes: Mapping[str, torch.dtype]
     built: Built | None
@@ -190,8 +191,8 @@ def assemble(given: Arguments, spot: Spot) -> tuple[Opening, Parts]:
         replicas=replicas,
         devices=devices,
         generators=[generator for device in set(devices) for generator in generators(device)],
-        named=named,
         owners=owners,
+        norm_dtype=widest(parameter.dtype for _, parameter in named),
         shared=shared,
         dtypes=dtypes,
         built=built,
@@ -323,11 +324,17 @@ def hold(parts: Parts, transport: Transport) -> tuple[Opening, Updates]:
     if resolved.dp > 1 or resolved.zero or resolved.amp != "off":
         gradients = _reduced(parts, transport, checks_overflow=scaler is not None)
     else:
-        gradients = Whole(parts.named, parts.owners, parts.local, parts.device)
+        gradients = _whole(parts)
     updates = Updates(
         gradients, optimizer=parts.optimizer, clip=resolved.clip, scaler=scaler, device=parts.device
     )
     return Opening(replicas=resolved.dp), updates
+
+
+def _whole(parts: Parts) -> Whole:
+    (replica,) = parts.replicas
+    own = {number: parameter for number, (_, parameter) in replica.named.items()}
+    return Whole(own, parts.owners, parts.local, parts.norm_dtype, parts.device)
 
 
 def _reduced(parts: Parts, transport: Transport, *, checks_overflow: bool) -> Reduced:
@@ -354,7 +361,7 @@ def _reduced(parts: Parts, transport: Transport, *, checks_overflow: bool) -> Re
             for rank, holding in replica.holdings.items()
         },
         replicas=resolved.dp,
-        num_parameters=len(parts.named),
+        num_parameters=len(parts.owners),
         checks_overflow=checks_overflow,
         device=parts.device,
     )

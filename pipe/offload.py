@@ -3,6 +3,7 @@
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -95,7 +96,8 @@ class Disk(Host):
     def __init__(self, device: torch.device, folder: str) -> None:
         super().__init__(device)
         self._folder = folder
-        self._kept: dict[int, _Map] = {}  # by the address of its tensor
+        # By the address of its tensor, which alone keeps it.
+        self._maps: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
         try:
             os.makedirs(folder, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -107,21 +109,22 @@ class Disk(Host):
         if not elements:
             return torch.empty(0, dtype=dtype)
         try:
-            mapped = _Map(self._folder, elements * dtype.itemsize)
+            mapped = _mapped(self._folder, elements * dtype.itemsize)
         except OSError as error:
             size = elements * dtype.itemsize / 1e6
             raise PipelineError(
                 f"offload=disk:{self._folder} has no room for {size:.1f} MB more: {error.strerror}"
             ) from error
-        tensor = torch.frombuffer(mapped.map, dtype=dtype)
-        self._kept[tensor.untyped_storage().data_ptr()] = mapped
+        tensor = torch.frombuffer(mapped, dtype=dtype)
+        self._maps[tensor.untyped_storage().data_ptr()] = mapped
         return tensor
 
     def settle(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            mapped = self._kept.get(tensor.untyped_storage().data_ptr())
-            if mapped is not None:
-                mapped.give_back()
+            mapped = self._maps.get(tensor.untyped_storage().data_ptr())
+            if mapped is not None:  # written out, then let go of
+                mapped.flush()
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     def settle_state(self, optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> None:
         for master in masters:
@@ -129,26 +132,19 @@ class Disk(Host):
             for name, value in state.items():
                 if not isinstance(value, Tensor) or value.numel() < 2:
                     continue
-                if value.untyped_storage().data_ptr() not in self._kept:  # fresh from the optimizer
+                if value.untyped_storage().data_ptr() not in self._maps:  # fresh from the optimizer
                     moved = self.empty(value.numel(), value.dtype).view(value.shape)
                     state[name] = moved.copy_(value)
             self.settle([value for value in state.values() if isinstance(value, Tensor)])
         self.settle(masters)
 
 
-class _Map:
+def _mapped(folder: str, size: int) -> mmap.mmap:
     """A file without a name, in memory."""
-
-    def __init__(self, folder: str, size: int) -> None:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            # All of it now: a page that finds no room later on kills the process.
-            os.posix_fallocate(file.fileno(), 0, size)
-            self.map = mmap.mmap(file.fileno(), size)
-
-    def give_back(self) -> None:
-        """Writes out what was changed, and lets go of the memory."""
-        self.map.flush()
-        self.map.madvise(mmap.MADV_DONTNEED)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        # All of it now: a page that finds no room later on kills the process.
+        os.posix_fallocate(file.fileno(), 0, size)
+        return mmap.mmap(file.fileno(), size)
 
 
 def home_of(device: torch.device, offload: str | None) -> Home:

@@ -2,13 +2,12 @@
 
 import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from pipe.optimizers import Named
 from pipe.precision import LossScaler
 from pipe.transport import Transport
 
@@ -121,21 +120,27 @@ class Whole:
     """One replica, full precision, nothing sharded: gradients are where autograd puts them.
 
     Args:
-        named: all parameters of the unsplit model, in its order; frozen ones too, that may thaw.
-        owners: the rank of each.
+        parameters: of this process, by their number in the unsplit model; frozen ones too, that may thaw.
+        owners: the rank of each parameter of the unsplit model.
         local: the ranks that live in this process.
+        norm_dtype: what a norm over all of them is.
     """
 
     def __init__(
-        self, named: Named, owners: Sequence[int], local: Sequence[int], device: torch.device
+        self,
+        parameters: Mapping[int, nn.Parameter],
+        owners: Sequence[int],
+        local: Sequence[int],
+        norm_dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._device = device
         ranks = range(1 + max(owners, default=0)) if len(local) == 1 else local
         self._by_rank = {
             rank: [i for i, owner in enumerate(owners) if owner == rank] for rank in (*ranks, *local)
         }
-        self._mine = {rank: [named[i][1] for i in self._by_rank[rank]] for rank in local}
-        self._norm_dtype = widest(p.dtype for _, p in named)
+        self._mine = {rank: [parameters[i] for i in self._by_rank[rank]] for rank in local}
+        self._norm_dtype = norm_dtype
 
     def begin(self, *, check: bool) -> None:
         """Nothing to prepare."""

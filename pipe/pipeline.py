@@ -350,7 +350,7 @@ class Pipeline:
         pending: list[Pending] = []
         values: dict[int, Tensor] = {}
         for replica in self._replicas:
-            trained = dict(replica.named)
+            trained = dict(replica.named.values())
             for held in replica.held():
                 one, found = held.values()
                 pending.append(one)

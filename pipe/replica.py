@@ -1,5 +1,6 @@
 """One copy of the whole pipeline, as far as it lives in this process: stages, and who holds parameters."""
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -10,7 +11,6 @@ from partitioners import DeviceMap
 from pipe.across import Across
 from pipe.buckets import Entry, arrange
 from pipe.offload import Home
-from pipe.optimizers import Named
 from pipe.precision import Precision
 from pipe.shards import Held, Holding, Sharding
 from pipe.stage import Loss, Stage
@@ -38,7 +38,6 @@ class Replica:
         precision: Precision | None,
     ) -> None:
         self.place = place
-        self.named: Named = list(model.named_parameters())
         self.holdings: dict[int, Holding] = {}
         self.stages: dict[int, Stage] = {}
         self._placement = device_map.placement
@@ -57,6 +56,11 @@ class Replica:
                 loss=loss,
                 precision=precision,
             )
+        # By number in the unsplit model. What other processes' stages have isn't kept alive.
+        own = {id(parameter) for stage in self.stages.values() for parameter in stage.module.parameters()}
+        self.named: dict[int, tuple[str, nn.Parameter]] = {
+            number: named for number, named in enumerate(model.named_parameters()) if id(named[1]) in own
+        }
 
     def member(self, rank: int) -> int:
         return self.place.member(rank)
@@ -75,7 +79,7 @@ class Replica:
                     stages.setdefault(id(parameter), []).append(index)
         return {
             number: tuple(stages[id(parameter)])
-            for number, (_, parameter) in enumerate(self.named)
+            for number, (_, parameter) in self.named.items()
             if id(parameter) in stages
         }
 
@@ -115,13 +119,14 @@ class Replica:
                 for name, parameter in (self.named[number],)
                 if name not in apart and (parameter.is_floating_point() or parameter.is_complex())
             ]
-            replicas, lives = across(self.member(rank)), home
+            replicas = across(self.member(rank))
+            lives = functools.cache(home)  # buckets on one device take turns in what a home has
             held = []
             for bucket in arrange(entries, shards=replicas.size, bucket_mb=bucket_mb, whole=whole):
                 parameters = [self.named[slot.index][1] for slot in bucket.slots]
                 held.append(Held(bucket, parameters, replicas, sharding, lives(parameters[0].device)))
             self.holdings[rank] = Holding(held, sharding)
-        for name, parameter in self.named:
+        for name, parameter in self.named.values():
             if name in apart and name in dtypes:
                 parameter.data = parameter.detach().to(dtypes[name])
         for index, stage in self.stages.items():
@@ -135,7 +140,8 @@ class Replica:
         """Trains what another replica trains, in its modes."""
         for mine, theirs in zip(self.modules(), other.modules(), strict=True):
             mine.training = theirs.training
-        for (_, parameter), (_, leading) in zip(self.named, other.named, strict=True):
+        for number, (_, parameter) in self.named.items():
+            _, leading = other.named[number]
             if parameter.requires_grad != leading.requires_grad:
                 parameter.requires_grad_(leading.requires_grad)
 

@@ -1,4 +1,4 @@
-"""Does the example train alike under every schedule, to the bit, and in one process as in two?"""
+"""Does the example train alike under every schedule, to the bit, in replicas and in one process as in two?"""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def example() -> ModuleType:
     return module
 
 
-def curve(options: str) -> list[float]:
-    """The losses of six steps with dropout and clipping, on some of the example's own text."""
+def curve(options: str, *, dropout: float = 0.1) -> list[float]:
+    """The losses of six steps with clipping, on some of the example's own text."""
     gpt = example()
     torch.manual_seed(0)
-    model = gpt.gpt(dim=32, heads=2, seq_len=16, dropout=0.1)
+    model = gpt.gpt(dim=32, heads=2, seq_len=16, dropout=dropout)
     text = torch.frombuffer(bytearray(SCRIPT.read_bytes()), dtype=torch.uint8)
     optimizer = functools.partial(gpt.adamw, lr=3e-3)
     with Pipeline(
         model, options, loss=gpt.loss, optimizer=optimizer, clip=1.0, seed=1, device="cpu"
     ) as pipeline:
-        found = gpt.batches(text, 6, 7, 16, 0)
+        found = gpt.batches(pipeline, gpt.random_windows(text, 6 * 7, 16, 0), 7)
         return [pipeline.step(inputs, targets).item() for inputs, targets in found]
 
 
@@ -61,11 +61,44 @@ def test_every_schedule_has_the_same_loss_curve(name: str, partition: str) -> No
     assert curve(f"chunks=5 schedule={name} {options}") == expected()
 
 
-def run(*command: str) -> str:
+@functools.cache
+def expected_without_dropout() -> list[float]:
+    # Replicas draw numbers of their own.
+    return curve("chunks=5 ranks=2", dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "dp=2",
+        "dp=3",
+        "dp=2 zero=1",
+        "dp=2 zero=2",
+        "dp=2 zero=3 schedule=zb_h1",
+        "dp=1 zero=1 offload",
+        "dp=2 zero=2 reduce_every=2 offload",
+    ],
+)
+def test_replicas_and_zero_leave_the_loss_curve_alone(options: str) -> None:
+    """Also of a batch of 7, which replicas can't share evenly."""
+    found = curve(f"chunks=3 ranks=2 {options}", dropout=0.0)
+    assert found == pytest.approx(expected_without_dropout(), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", ["amp=bf16 zero=1", "amp=fp16 zero=3 offload"])
+def test_half_precision_stays_near_the_loss_curve(options: str) -> None:
+    found = curve(f"chunks=3 ranks=2 dp=2 {options}", dropout=0.0)
+    assert found == pytest.approx(expected_without_dropout(), rel=0.02)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(*command: str, options: str = "chunks=5 device_map=0:0-5,1:5-10") -> str:
     """What the example prints on the text of this repository, small."""
     small = ["--steps", "12", "--dim", "16", "--heads", "2", "--seq-len", "32", "--batch-size", "8"]
     result = subprocess.run(
-        [*command, str(SCRIPT), *small, "--text", str(SCRIPT), __file__],
+        [*command, str(SCRIPT), *small, "--pipeline", options, "--text", str(SCRIPT), __file__],
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -82,8 +115,12 @@ def run(*command: str) -> str:
 
 def test_the_command_prints_the_same_in_one_process_and_in_two() -> None:
     alone = run(sys.executable)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert run(*torchrun) == alone
+    assert run(*TORCHRUN) == alone
     assert re.search(r"validation loss +\d+\.\d+ bits per byte", alone)
     assert re.search(r"unigram entropy +\d+\.\d+ bits", alone)
     assert "sample at temperature" in alone
+
+
+def test_replicas_print_the_same_in_one_process_and_in_two() -> None:
+    options = "chunks=2 ranks=1 dp=2 amp=bf16 zero=2 offload"
+    assert run(*TORCHRUN, options=options) == run(sys.executable, options=options)
