@@ -75,7 +75,7 @@ BYTES = {
 
 def test_bytes_a_parameter(workers: Workers) -> None:
     settings = [f"amp=bf16 {zero}" for zero in BYTES]
-    for found in workers.run(hold_all, REPLICAS, settings):
+    for found in workers.run(hold_all, REPLICAS, settings, timeout=100):
         for (device, host), (zero, expected) in zip(found, BYTES.items(), strict=True):
             assert device == pytest.approx(expected, rel=0.03), zero
             assert host == 0

@@ -115,7 +115,7 @@ def sent_by_all(rows: list[Row]) -> list[tuple[Traffic, Traffic]]:
 def test_between_processes(workers: Workers) -> None:
     """Two ranks of two replicas: each counts for itself, and the replicas send the same."""
     rows = covering(BETWEEN_PROCESSES, valid=is_possible)
-    by_member = workers.run(sent_by_all, 4, rows)
+    by_member = workers.run(sent_by_all, 4, rows, timeout=100)
     for at, row in enumerate(rows):
         in_process = sent(row, 8)[1]
         for member, found in enumerate(by_member):
