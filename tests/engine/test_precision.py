@@ -181,7 +181,8 @@ BETWEEN_PROCESSES = [
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_between_processes(workers: Workers, ranks: int) -> None:
-    for (recipe, amp, *_), *found in zip(BETWEEN_PROCESSES, *workers.run(on_processes, ranks, timeout=100), strict=True):
+    by_rank = workers.run(on_processes, ranks, timeout=100)
+    for (recipe, amp, *_), *found in zip(BETWEEN_PROCESSES, *by_rank, strict=True):
         assert_same(found[0], expected(recipe, 4, amp, adamw))
         for other in found[1:]:
             assert other.losses == found[0].losses
