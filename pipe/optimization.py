@@ -3,13 +3,16 @@
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pipe.precision import LossScaler
 from pipe.transport import Transport
+
+# By member, a flag for each of its parameters.
+Uses: TypeAlias = Mapping[int, bytes]
 
 
 class Gradients(Protocol):
@@ -18,8 +21,17 @@ class Gradients(Protocol):
     def begin(self, *, check: bool) -> None:
         """Before a call; `check`: a gradient that isn't finite is an error."""
 
-    def finish(self, transport: Transport) -> None:
+    def finish(self) -> None:
         """After the last backward: every gradient becomes final."""
+
+    def uses(self) -> Uses | None:
+        """Which parameters have a gradient, to be told to the other replicas; None where there are none.
+
+        A parameter that no replica has used is left alone, and only together they know.
+        """
+
+    def hear(self, said: Sequence[Uses]) -> None:
+        """What all replicas have told."""
 
     def scale(self, factor: float) -> Tensor | None:
         """Multiplies all; returns whether any isn't finite (over 0) where that is looked for."""
@@ -77,6 +89,14 @@ class Updates:
         if weight:
             self._weights.append(weight)
 
+    def say(self) -> Uses | None:
+        """What other replicas have to know before an update."""
+        return self._gradients.uses()
+
+    def hear(self, said: Sequence[Uses]) -> None:
+        """What all replicas said."""
+        self._gradients.hear(said)
+
     def discard(self) -> None:
         """Forgets a call that failed, and all that was accumulated before it."""
         self._stale = True
@@ -89,7 +109,7 @@ class Updates:
         """
         assert self.optimizer is not None
         self._stale = True
-        self._gradients.finish(transport)
+        self._gradients.finish()
         if reduced is not None:
             reduced()
         if not self._weights:
@@ -151,8 +171,14 @@ class Whole:
     def begin(self, *, check: bool) -> None:
         """Nothing to prepare."""
 
-    def finish(self, transport: Transport) -> None:
+    def finish(self) -> None:
         """They are final as they are."""
+
+    def uses(self) -> Uses | None:
+        return None
+
+    def hear(self, said: Sequence[Uses]) -> None:
+        """There are no other replicas."""
 
     def scale(self, factor: float) -> Tensor | None:
         gradients = [p.grad for p in self._parameters() if p.grad is not None]

@@ -198,7 +198,7 @@ class Pipeline:
             with preserved(self._parts.generators), torch.enable_grad():
                 execute(runs, self._transport)
             self._updates.accumulated(prepared.weight)
-            loss = self._share_loss(prepared)
+            loss = self._share_loss(prepared, updates=update)
             recorder.mark("o")
             if update:
                 reduced = functools.partial(recorder.mark, "g")
@@ -279,11 +279,15 @@ class Pipeline:
 
     # --------------------------------------------------------------- after a call
 
-    def _share_loss(self, prepared: Prepared) -> Tensor:
+    def _share_loss(self, prepared: Prepared, *, updates: bool = False) -> Tensor:
         """The call's mean loss on every rank; sets `metrics`."""
-        loss, self.metrics, info = share_loss(prepared, self._parts, self._transport)
-        self._preparation.learn(prepared, info)
-        return loss
+        say = self._updates.say() if updates else None
+        shared = share_loss(prepared, self._parts, self._transport, say)
+        if say is not None:
+            self._updates.hear(shared.said)
+        self.metrics = shared.metrics
+        self._preparation.learn(prepared, shared.info)
+        return shared.loss
 
     def _rest(self) -> None:
         for replica in self._replicas:

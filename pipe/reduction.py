@@ -7,7 +7,7 @@ from torch import Tensor, optim
 
 from pipe.across import Pending
 from pipe.errors import PipelineError
-from pipe.optimization import widest
+from pipe.optimization import Uses, widest
 from pipe.optimizers import is_elementwise, is_observed, only
 from pipe.shards import Held, Holding
 from pipe.transport import Transport
@@ -46,25 +46,21 @@ class Reduced:
         for holding in self._holdings.values():
             holding.checks = check
 
-    def finish(self, transport: Transport) -> None:
+    def finish(self) -> None:
         for holding in self._holdings.values():
-            if holding.sharding.zero < 2 and holding.is_alone:
-                holding.reduce(holding.held)  # no plan says so
-        for holding in self._holdings.values():
-            settled = holding.is_settled()
-            assert settled, "all members of this process are through their programs"
+            holding.finish()
         _wait([held.spread() for held in self._held()])
-        self._share_use(transport)
 
-    def _share_use(self, transport: Transport) -> None:
-        """A parameter that no replica has used is left alone, and only together they know."""
+    def uses(self) -> Uses | None:
         if all(holding.is_alone for holding in self._holdings.values()):
-            return
-        mine = {
+            return None
+        return {
             member: bytes(flag for held in holding.held for flag in held.used)
             for member, holding in self._holdings.items()
         }
-        found = {member: use for part in transport.all_gather([mine]) for member, use in part.items()}
+
+    def hear(self, said: Sequence[Uses]) -> None:
+        found = {member: use for part in said for member, use in part.items()}
         for member, holding in self._holdings.items():
             rank = member // self._replicas
             others = [use for other, use in found.items() if other // self._replicas == rank]

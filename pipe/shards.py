@@ -223,7 +223,7 @@ class Held:
                 return slot.name
         return None
 
-    def reduce(self) -> "Reduction | None":
+    def reduce(self, spares: "Spares") -> "Reduction | None":
         """Begins to add up what all replicas have collected since the last reduction."""
         if not any(parameter.requires_grad for parameter in self.parameters):
             return None  # on no replica
@@ -234,7 +234,7 @@ class Held:
                 if self._sums[index] is None:
                     slot.view(flat).zero_()
         else:
-            flat = self._in_transit()
+            flat = self._in_transit(spares)
         if self._sharding.zero >= 2:
             self._sums = [None] * len(self.parameters)
             self._release()
@@ -247,18 +247,24 @@ class Held:
             self.parameters[index].grad = None
         self._in_place.clear()
 
-    def _in_transit(self) -> Tensor:
+    def _in_transit(self, spares: "Spares") -> Tensor:
         """This microbatch's gradients in a buffer of their own."""
-        flat = torch.zeros(self.bucket.size, dtype=self.bucket.sum_dtype, device=self._device)
+        flat = spares.take(self.bucket, self._device)
+        end = 0
         for index, (slot, parameter) in enumerate(zip(self.bucket.slots, self.parameters, strict=True)):
             view, total, gradient = slot.view(flat), self._sums[index], parameter.grad
+            flat[end : slot.start].zero_()
+            end = slot.stop
             if total is not None:
                 view.copy_(total)
+            elif gradient is None:
+                view.zero_()
             if gradient is not None:
                 self.used[index] = True
                 parameter.grad = None
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 view.copy_(gradient) if total is None else view.add_(gradient)
+        flat[end:].zero_()
         return flat
 
     def add(self, flat: Tensor) -> None:
@@ -374,6 +380,27 @@ class Reduction(NamedTuple):
     flat: Tensor
 
 
+class Spares:
+    """Buffers of reductions that are over: in a step there are many, each of some bucket's size."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def take(self, bucket: Bucket, device: torch.device) -> Tensor:
+        """Room for a bucket's sums, with anything in it."""
+        for index, buffer in enumerate(self._buffers):
+            if buffer.numel() >= bucket.size and (buffer.dtype, buffer.device) == (bucket.sum_dtype, device):
+                return self._buffers.pop(index)[: bucket.size]
+        return torch.empty(bucket.size, dtype=bucket.sum_dtype, device=device)
+
+    def give(self, flat: Tensor) -> None:
+        """Gives back what was taken."""
+        self._buffers.append(flat if flat._base is None else flat._base)
+
+    def clear(self) -> None:
+        self._buffers.clear()
+
+
 class Holding:
     """All buckets that one rank of one replica holds."""
 
@@ -387,6 +414,7 @@ class Holding:
         self.checks = False  # whether a gradient that isn't finite is an error
         self._arriving: dict[int, list[Pending]] = {}
         self._under_way: list[Reduction] = []
+        self._spares = Spares()
 
     @property
     def is_alone(self) -> bool:
@@ -415,7 +443,7 @@ class Holding:
         for held in buckets:
             if self.sharding.zero >= 2:  # each holds a buffer of its own
                 self.is_settled(leave=_UNDER_WAY - 1)
-            reduction = held.reduce()
+            reduction = held.reduce(self._spares)
             if reduction is not None:
                 self._under_way.append(reduction)
 
@@ -428,7 +456,17 @@ class Holding:
             del self._under_way[0]
             if self.sharding.zero >= 2:
                 held.add(flat)
+            if not self.sharding.accumulates:
+                self._spares.give(flat)
         return True
+
+    def finish(self) -> None:
+        """After the last backward: all reductions are over, and their buffers not needed."""
+        if self.sharding.zero < 2 and self.is_alone:
+            self.reduce(self.held)  # no plan says so
+        settled = self.is_settled()
+        assert settled, "all members of this process are through their programs"
+        self._spares.clear()
 
     def may_reduce(self) -> bool:
         """Whether the next reductions may start."""
@@ -457,5 +495,6 @@ class Holding:
 
     def clear(self) -> None:
         self._under_way.clear()
+        self._spares.clear()
         for held in self.held:
             held.clear()

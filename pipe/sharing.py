@@ -1,7 +1,7 @@
 """How the mean loss of a call gets to every rank of every replica."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,15 @@ class Shared(NamedTuple):
     loss: Tensor
     metrics: dict[str, Tensor]
     info: LossInfo | None
+    said: list[Any]
 
 
-def share_loss(prepared: Prepared, parts: Parts, transport: Transport) -> Shared:
-    """The call's mean loss and metrics over all replicas, everywhere; a collective."""
+def share_loss(prepared: Prepared, parts: Parts, transport: Transport, say: object = None) -> Shared:
+    """The call's mean loss and metrics over all replicas, everywhere; a collective.
+
+    Args:
+        say: what else all processes shall know of this one, where there are replicas.
+    """
     info = _known(prepared, parts, transport)
     names = info.names if info else ()
     own = [
@@ -31,11 +36,12 @@ def share_loss(prepared: Prepared, parts: Parts, transport: Transport) -> Shared
         )
         for call in prepared.calls
     ]
-    numbers = _mean(own, prepared, parts, transport)
+    everyone, said = _gathered(own, say, parts, transport)
+    numbers = _mean(everyone, prepared)
     dtype = info.dtype if info else torch.get_default_dtype()
     # A metric may be a count, which a half-precision loss's type could not hold.
     metrics = numbers[1:].to(torch.promote_types(dtype, torch.float32))
-    return Shared(numbers[0].to(dtype), dict(zip(names, metrics, strict=True)), info)
+    return Shared(numbers[0].to(dtype), dict(zip(names, metrics, strict=True)), info, said)
 
 
 def _known(prepared: Prepared, parts: Parts, transport: Transport) -> LossInfo | None:
@@ -50,16 +56,26 @@ def _known(prepared: Prepared, parts: Parts, transport: Transport) -> LossInfo |
     return known
 
 
-def _mean(own: Sequence[Tensor], prepared: Prepared, parts: Parts, transport: Transport) -> Tensor:
-    """Each replica's numbers, weighed, as the last stages' ranks have them."""
+def _gathered(
+    own: Sequence[Tensor], say: object, parts: Parts, transport: Transport
+) -> tuple[Sequence[Tensor], list[Any]]:
+    """Each replica's numbers, as the last stages' ranks have them; and what everybody said."""
     replicas, last = parts.resolved.dp, parts.last
     if parts.rank is None:
-        everyone = list(own)
-    elif replicas == 1:
-        return transport.broadcast(own[0], last)
-    else:
-        said = transport.all_gather_tensors(own, [own[0].numel()] * transport.size)
-        everyone = said[last * replicas : (last + 1) * replicas]
+        return own, [say]
+    if replicas == 1:
+        return [transport.broadcast(own[0], last)], [say]
+    ends = slice(last * replicas, (last + 1) * replicas)
+    if parts.device.type == "cpu":
+        told = transport.all_gather([(own[0].tolist(), say)])
+        return [torch.tensor(n, dtype=torch.float64) for n, _ in told[ends]], [said for _, said in told]
+    # Numbers stay on the device: nobody waits for it here.
+    everyone = transport.all_gather_tensors(own, [own[0].numel()] * transport.size)
+    return everyone[ends], transport.all_gather([say]) if say is not None else []
+
+
+def _mean(everyone: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    """Weighed by what the replicas weigh."""
     if len(everyone) == 1:
         return everyone[0]
     shares = [weight / (prepared.weight or 1.0) for weight in prepared.weights]

@@ -75,7 +75,7 @@ BYTES = {
 
 def test_bytes_a_parameter(workers: Workers) -> None:
     settings = [f"amp=bf16 {zero}" for zero in BYTES]
-    for found in workers.run(hold_all, REPLICAS, settings):
+    for found in workers.run(hold_all, REPLICAS, settings, timeout=100):
         for (device, host), (zero, expected) in zip(found, BYTES.items(), strict=True):
             assert device == pytest.approx(expected, rel=0.03), zero
             assert host == 0
@@ -106,7 +106,7 @@ def test_offload_takes_masters_and_state_off_the_device(
     workers: Workers, tmp_path: Any, offload: str
 ) -> None:
     place = f"disk:{tmp_path}" if offload == "disk" else "cpu"
-    zeros = [zero for zero in BYTES if zero != "zero=0"]
+    zeros = ["zero=1", "zero=2", "zero=3"]
     for found in workers.run(hold_all, REPLICAS, [f"amp=bf16 offload={place} {zero}" for zero in zeros]):
         for (device, host), zero in zip(found, zeros, strict=True):
             assert device == pytest.approx(BYTES[zero] - 12 / REPLICAS, rel=0.03), zero

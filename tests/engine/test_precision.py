@@ -181,7 +181,8 @@ BETWEEN_PROCESSES = [
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_between_processes(workers: Workers, ranks: int) -> None:
-    for (recipe, amp, *_), *found in zip(BETWEEN_PROCESSES, *workers.run(on_processes, ranks), strict=True):
+    by_rank = workers.run(on_processes, ranks, timeout=100)
+    for (recipe, amp, *_), *found in zip(BETWEEN_PROCESSES, *by_rank, strict=True):
         assert_same(found[0], expected(recipe, 4, amp, adamw))
         for other in found[1:]:
             assert other.losses == found[0].losses
@@ -257,22 +258,20 @@ def test_training_with_batchnorm_in_fp32(amp: str, zero: int) -> None:
 # ------------------------------------------------------------------------ what is kept
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize(
-    ("pattern", "kept"),
-    [
-        ("^4$", ["4"]),  # a name
-        ("^[08]$", ["0", "8"]),  # both ends: the last one's output stays as it is
-        ("LayerNorm", ["1.first", "1.second", "2.first", "2.second", "7"]),  # a class
-        (r"^3\.feed", ["3.feed"]),  # the outermost module that is found
-        ("^1$|Embedding", ["0", "1"]),
-    ],
-)
-@pytest.mark.parametrize("amp", list(HALVES))
-def test_keep_fp32(amp: str, pattern: str, kept: list[str], zero: int) -> None:
-    recipe = TRANSFORMER
-    if "LayerNorm" in pattern:
-        kept = [f"{i}.{name}" for i in range(1, 7) for name in ("first", "second")] + ["7"]
+NORMS = [f"{block}.{name}" for block in range(1, 7) for name in ("first", "second")]
+KEPT = {
+    "^4$": ["4"],  # a name
+    "^[08]$": ["0", "8"],  # both ends: the last one's output stays as it is
+    "LayerNorm": [*NORMS, "7"],  # a class
+    r"^3\.feed": ["3.feed"],  # the outermost module that is found
+    "^1$|Embedding": ["0", "1"],
+}
+KEEPING = {"pattern": list(KEPT), "amp": list(HALVES), "zero": [0, 1, 3]}
+
+
+@pytest.mark.parametrize(tuple(KEEPING), cases(KEEPING))
+def test_keep_fp32(pattern: str, amp: str, zero: int) -> None:
+    recipe, kept = TRANSFORMER, KEPT[pattern]
     found = pipelined(recipe, f"ranks=3 chunks=4 amp={amp} keep_fp32={pattern} zero={zero}", steps=3)
     assert_same(found, plain_in_half(recipe, 4, amp, lower=all_but(*kept)))
 
@@ -418,7 +417,7 @@ def judge(recipe: Recipe, amp: str) -> tuple[Tensor, Tensor, Tensor]:
         return pipeline.evaluate(inputs, targets), pipeline.predict(inputs), pipeline.step(inputs, targets)
 
 
-@pytest.mark.parametrize("recipe", [MLP, TRANSFORMER], ids=str)
+@pytest.mark.parametrize("recipe", [TRANSFORMER, pytest.param(MLP, marks=pytest.mark.full)], ids=str)
 def test_every_rank_gets_the_same_fp32_loss(workers: Workers, recipe: Recipe) -> None:
     one = judge(recipe, "fp16")
     for rank, found in enumerate(workers.run(judge, 3, recipe, "fp16")):

@@ -500,7 +500,8 @@ def test_the_callers_model_is_the_first_replica(zero: int) -> None:
         for name, value in pipeline.state_dict().items():
             assert torch.equal(dict(model.named_parameters())[name], value)
         for replica in pipeline._replicas[1:]:
-            for (name, mine), (_, leading) in zip(replica.named, model.named_parameters(), strict=True):
-                assert mine is not leading and torch.equal(mine, leading), name
+            copies = [p for stage in replica.stages.values() for p in stage.module.parameters()]
+            for mine, leading in zip(copies, model.parameters(), strict=True):
+                assert mine is not leading and torch.equal(mine, leading)
         inputs = vectors(17, 2)[0]
         assert_within(pipeline.predict(inputs), model(inputs), 1e-5, "predict")
