@@ -1,4 +1,4 @@
-"""Which plan would run, and how well? `python -m pipe` says it, without torch."""
+"""Which plan would run, and how well; and how well did it? `python -m pipe` says it, without torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import schedules
+from pipe.timeline.trace import TraceError
 from schedules import (
     REDUCE_GRAD,
     SCHEDULES,
@@ -36,6 +37,7 @@ examples:
   python -m pipe simulate "auto(8)" -p 8 -m 64 --input 0.9 --weight 0.8
   python -m pipe simulate "looped_bfs(2)" -p 4 -m 8 --zero 3 --unshard 0.5 --reduce 0.5
   python -m pipe verify plan.csv
+  python -m pipe timeline runs --step 100 --svg step.svg
 """
 
 
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(args)
     except BrokenPipeError:  # `| head` has seen enough
         sys.stderr.close()
-    except (ScheduleError, OSError) as error:
+    except (ScheduleError, TraceError, OSError) as error:
         print(f"{parser.prog} {args.command}: error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -136,6 +138,19 @@ def _compare(args: argparse.Namespace) -> None:
             (label, f"{timeline.makespan:g}", f"{timeline.span:g}", f"{timeline.rate:.2%}", f"{peak:g}", fits)
         )
     _print_table(rows if args.memory is not None else [row[:-1] for row in rows])
+
+
+def _timeline(args: argparse.Namespace) -> None:
+    from pipe.timeline.command import timeline  # and with it tensorboard's formats
+
+    timeline(
+        args.logdir,
+        run=args.run_name,
+        step=args.step,
+        svg_file=args.svg,
+        trace_file=args.trace,
+        csv_file=args.csv,
+    )
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -230,7 +245,8 @@ def _several(numbers: Sequence[int]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipe",
-        description="Looks at pipeline schedules before anything runs. Needs no GPU and loads no torch.",
+        description="Looks at pipeline schedules before anything runs, and at traces of what did. "
+        "Needs no GPU and loads no torch.",
         epilog=_EPILOG.format(names=", ".join(SCHEDULES)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -273,7 +289,18 @@ def _parser() -> argparse.ArgumentParser:
         "number, or one a rank); schedules with several stages a rank split them evenly. peak: the most that "
         "a rank holds, in microbatches unless --activation-bytes says how much one takes."
     )
+    _add_timeline(commands)
     return parser
+
+
+def _add_timeline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _command(commands, "timeline", _timeline, "say where a traced step's time went")
+    command.add_argument("logdir", metavar="LOGDIR", help="TensorBoard's log directory, or one run's")
+    command.add_argument("--run", dest="run_name", metavar="NAME", help="of several runs [the latest]")
+    command.add_argument("--step", type=_index, metavar="N", help="[the last one traced]")
+    command.add_argument("--svg", metavar="FILE", help="write a picture of the step")
+    command.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    command.add_argument("--csv", metavar="FILE", help="write a table, one row an event")
 
 
 def _command(
@@ -347,6 +374,12 @@ def _add_collectives(command: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count (1, 2, ...)")
+    return int(text)
+
+
+def _index(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no step (0, 1, ...)")
     return int(text)
 
 

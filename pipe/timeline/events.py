@@ -1,0 +1,151 @@
+"""How do traces and scalars get into a TensorBoard log directory?"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from pipe.timeline.blobs import to_blobs
+from pipe.timeline.summary import scalars_of
+from pipe.timeline.trace import Trace
+
+PLUGIN = "pipeline"
+"""The name of the TensorBoard plugin that owns the series of traces."""
+TAG = "pipeline"
+"""The tag of that series: one a run."""
+SCALARS = "pipeline/"
+"""What the tags of the scalars that come with a trace begin with."""
+
+
+class SummaryWriter(Protocol):
+    """What we need of torch's: its `file_writer`, which is None once it is closed."""
+
+    file_writer: Any
+
+
+class Writer:
+    """Writes the traced steps of one run, each whole and at once, and scalars.
+
+    `target` is a directory, made if need be, or the user's own `torch.utils.tensorboard.SummaryWriter`. Only
+    one writer may write traces to a directory: of two, TensorBoard shows the steps of either.
+
+    `first_step`: the step from which on this writer tells what happened. Steps from it on that an earlier
+    session left in the directory are then no longer shown. (A SummaryWriter's `purge_step` does the same.)
+
+    A failing disk is an `OSError` of the call that found out.
+    """
+
+    def __init__(
+        self, target: str | os.PathLike[str] | SummaryWriter, *, first_step: int | None = None
+    ) -> None:
+        self._file: _EventFile | _UsersFile
+        if not isinstance(target, str | os.PathLike):
+            self._file = _UsersFile(target)
+            return
+        self._file = _EventFile(Path(target))
+        if first_step is not None:
+            self._file.add(_session_start(first_step))
+
+    def write(self, trace: Trace, scalars: Mapping[str, float] | None = None) -> None:
+        """A trace, what `scalars_of` says of it (under `pipeline/`), and scalars of your own, by tag."""
+        derived = {f"{SCALARS}{name}": value for name, value in scalars_of(trace).items()}
+        header = trace.header
+        event = _event(header.step, header.wall_time, {**derived, **(scalars or {})})
+        _add_blobs(event, to_blobs(trace))
+        self._file.add(event)
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float], wall_time: float | None = None) -> None:
+        """Scalars by tag, of a step that needn't be traced."""
+        self._file.add(_event(step, time.time() if wall_time is None else wall_time, scalars))
+
+    def close(self) -> None:
+        """Closes the file; a user's SummaryWriter stays open."""
+        self._file.close()
+
+
+class _EventFile:
+    """An event file of our own.
+
+    tensorboard's EventFileWriter has a thread, whose OSErrors end up on stderr too, and we'd have to wait for
+    it after each step anyway. A buffered file keeps what a full disk refused: if there is room later, the
+    records go on where they broke off.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
+        self._stream: BinaryIO = (directory / f"events.out.tfevents.{unique}.{PLUGIN}").open("ab")
+        self._records = RecordWriter(self._stream)
+        self.add(_first_event())
+
+    def add(self, event: Any) -> None:
+        """In the file when this returns, so that TensorBoard shows it."""
+        self._records.write(event.SerializeToString())
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class _UsersFile:
+    """The event file of torch's SummaryWriter."""
+
+    def __init__(self, writer: SummaryWriter) -> None:
+        if not hasattr(writer, "file_writer"):
+            raise TypeError(
+                f"traces go to a directory, or to a torch.utils.tensorboard.SummaryWriter, not to {writer!r}"
+            )
+        self._writer = writer
+
+    def add(self, event: Any) -> None:
+        file_writer = self._writer.file_writer
+        if file_writer is None:
+            raise OSError("the SummaryWriter is closed")
+        file_writer.add_event(event, event.step, event.wall_time)
+        # Its thread writes the file: a flush waits for it, and raises what it stumbled over.
+        file_writer.flush()
+
+    def close(self) -> None:
+        pass
+
+
+def _event(step: int, wall_time: float, scalars: Mapping[str, float]) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    event = Event(step=step, wall_time=wall_time)
+    for tag, value in scalars.items():
+        event.summary.value.add(tag=tag, simple_value=float(value))
+    return event
+
+
+def _add_blobs(event: Any, blobs: list[bytes]) -> None:
+    from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_BLOB_SEQUENCE
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+    value = event.summary.value.add(tag=TAG)
+    value.metadata.plugin_data.plugin_name = PLUGIN
+    value.metadata.data_class = DATA_CLASS_BLOB_SEQUENCE  # without it, the series is invisible
+    value.tensor.dtype = DT_STRING
+    value.tensor.tensor_shape.dim.add(size=len(blobs))
+    value.tensor.string_val.extend(blobs)
+
+
+def _first_event() -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    return Event(wall_time=time.time(), file_version="brain.Event:2")
+
+
+def _session_start(step: int) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    return Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
