@@ -44,10 +44,11 @@ export function start(root) {
   const legend = createLegend(), summary = createSummary(), help = createHelp(), tooltip = createTooltip();
   const selection = createSelection({ zoom: zoomToSelection, clear: () => select(null) });
   const notice = createNotice(reload);
+  const panel = h("aside", {}, selection.element, summary.element);
   root.append(toolbar.element,
     h("main", {},
       h("div", { class: "timeline" }, legend.element, chart.element, notice.element),
-      h("aside", {}, selection.element, summary.element)),
+      panel),
     help.element, tooltip.element);
 
   followPointer(chart, { range: setRange, select, hover });
@@ -270,6 +271,7 @@ export function start(root) {
     summary.show(state);
     notice.show(state);
     sums = selection.show(state);
+    panel.hidden = !state.trace;
     chart.element.classList.toggle("blank", !state.trace);
     if (state.trace) {
       chart.show({ traces: tracesShown(), range: range(), whole: whole(), predicted: state.predicted, dark: state.dark });

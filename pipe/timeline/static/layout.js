@@ -57,13 +57,14 @@ function lanesOf(trace, predicted) {
   return lanes;
 }
 
-function gapBelow(bar) {
-  return Math.max(3, Math.round(bar / 4));
+// Predicted bars, the last lane of a row, need more room to be seen as its own, not as the next one's.
+function gapBelow(trace, predicted, bar) {
+  return Math.max(predicted && trace.hasPrediction ? 7 : 3, Math.round(bar / 4));
 }
 
 function rowHeight(trace, predicted, bar) {
   const lanes = lanesOf(trace, predicted).map((lane) => LANE[lane].above + LANE[lane].height(bar));
-  return lanes.reduce((sum, one) => sum + one, gapBelow(bar));
+  return lanes.reduce((sum, one) => sum + one, gapBelow(trace, predicted, bar));
 }
 
 function place(traces, predicted, bar, curve) {
@@ -76,9 +77,9 @@ function place(traces, predicted, bar, curve) {
       y += TITLE;
     }
     for (const member of trace.members) {
-      rows.push({ y, height: rowHeight(trace, predicted, bar), gap: gapBelow(bar), which, trace, member,
-        lanes: placeLanes(trace, member, predicted, bar, y) });
-      y += rows.at(-1).height;
+      const height = rowHeight(trace, predicted, bar), gap = gapBelow(trace, predicted, bar);
+      rows.push({ y, height, gap, which, trace, member, lanes: placeLanes(trace, member, predicted, bar, y) });
+      y += height;
     }
   }
   titles.push({ y, height: TITLE, trace: traces[0], which: -1 });

@@ -36,7 +36,7 @@ export function createToolbar(on) {
       slowest),
     h("div", { class: "line" },
       h("label", {}, h("span", {}, "Compare with"), otherRun), otherStep,
-      h("label", { class: "check", title: "The simulator, fed with this step's mean times, under what was measured (P)" }, predicted, "Over predicted"),
+      h("label", { class: "check", title: "The simulator, fed with this step's mean times, under what was measured (P)" }, predicted, "Measured over predicted"),
       h("span", { class: "stretch" }),
       h("span", { class: "group links" }, h("span", {}, "Export"), links.chrome, links.svg, links.csv),
       fit, help));
