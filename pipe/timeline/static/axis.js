@@ -6,7 +6,7 @@ const APART = 96; // pixels between ticks, at least
 
 export function ticks([from, to], width) {
   const step = roundUp(((to - from) * APART) / Math.max(width, APART));
-  const [size, unit] = unitOf(Math.max(Math.abs(to) / 2, step));
+  const [size, unit] = unitOf(Math.max(to, step));
   const places = Math.max(0, Math.ceil(-Math.log10(step / size) - 1e-9));
   const found = [];
   for (let number = Math.ceil(from / step - 1e-9); number * step <= to; number++) {

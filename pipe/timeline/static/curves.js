@@ -11,21 +11,29 @@ export function curveOf(traces, member) {
   return (inBytes(traces) ? member.memory : member.live) ?? [];
 }
 
-// The most that any member holds: all curves share one scale, so that ranks compare.
-export function highest(traces) {
-  const most = (trace) =>
-    trace.members.reduce((all, member) => curveOf(traces, member).reduce((a, b) => Math.max(a, b), all), 0);
-  return Math.max(1, ...traces.map(most));
+// [least, most] that any member holds: all curves share one scale, so that ranks compare. It begins at 0, unless
+// what is held throughout (parameters, say) would leave little room for what comes and goes.
+export function scaleOf(traces) {
+  let least = Infinity, most = 1;
+  for (const trace of traces) {
+    for (const member of trace.members) {
+      for (const value of curveOf(traces, member)) {
+        least = Math.min(least, value);
+        most = Math.max(most, value);
+      }
+    }
+  }
+  return least > most / 2 && least < most ? [least - (most - least) / 10, most] : [0, most];
 }
 
 // A staircase: from the end of each event its value holds until the next one's. Where many steps share a pixel,
 // the highest is drawn: peaks are what one looks for.
-export function staircase(member, values, { range: [from, to], scale, width }, top, { y, height }, closed) {
+export function staircase(member, values, { range: [from, to], scale, width }, [least, most], { y, height }, closed) {
   const path = new Path2D();
   const foot = y + height;
-  const level = (value) => foot - (value / top) * (height - 1);
+  const level = (value) => foot - ((value - least) / (most - least)) * (height - 1);
   let position = Math.max(0, firstOver(member.start, from) - 2);
-  let x = 0, value = values[position] ?? 0, column = -1, peak = value;
+  let x = 0, value = values[position] ?? least, column = -1, peak = value;
   path.moveTo(0, closed ? foot : level(value));
   path.lineTo(0, level(value));
   for (; position < values.length && member.start[position] <= to; position++) {

@@ -3,11 +3,12 @@
 import { AXIS } from "./layout.js";
 import { ticks } from "./axis.js";
 import { drawLane, makePen } from "./bars.js";
-import { curveOf, highest, inBytes, staircase } from "./curves.js";
+import { curveOf, inBytes, scaleOf, staircase } from "./curves.js";
 import { bytes, rough } from "./format.js";
-import { COMPUTE, PREDICTED, SHADES, fill } from "./kinds.js";
+import { COMPUTE, COMPUTES, KINDS, PREDICTED, SHADES, fill } from "./kinds.js";
 import { nameOf, stagesOf } from "./names.js";
 import { FONT, ON_BAR } from "./theme.js";
+import { visible } from "./trace.js";
 
 // scene: {traces, layout, range, left, width, height, scroll, theme, dark}. Returns counts of what was drawn.
 export function drawGantt(context, scene) {
@@ -56,19 +57,17 @@ export function drawGantt(context, scene) {
 const PALE = 0.5;
 
 // How wide a bar must be to be looked at for a number: 0 for never.
-function room({ id, height }) {
-  return id === COMPUTE && height >= 11 ? 9 : id === PREDICTED && height >= 11 ? 14 : 0;
+function room({ id }) {
+  return id === COMPUTE ? 8 : id === PREDICTED ? 12 : 0;
 }
 
-// The F, B, I and W of the first step within the range, over all of its rows.
-function visibleActions(rows, [from, to]) {
+// How many F, B, I and W of the first step are in view, over the rows on the screen.
+function visibleActions(rows, range) {
   let count = 0;
-  for (const { which, lanes } of rows) {
+  for (const { which, lanes: [{ lane }] } of rows) {
     if (which > 0) continue;
-    const { lane } = lanes[0];
-    for (let at = 0; at < lane.length; at++) {
-      if (lane.code[at] < 4 && lane.end[at] > from && lane.start[at] < to) count++;
-    }
+    const [first, last] = visible(lane, range);
+    for (let at = first; at < last; at++) count += COMPUTES.includes(KINDS[lane.code[at]].letter);
   }
   return count;
 }
@@ -101,50 +100,48 @@ function drawNumbers(context, pen, color) {
   context.fillStyle = color;
   context.textBaseline = "middle";
   context.textAlign = "center";
-  for (const [size, labels] of bySize(pen.labels)) {
-    context.font = `${size}px ${FONT}`;
-    // Digits are all equally wide: one measurement does for all numbers.
-    const digit = context.measureText("0").width;
-    for (const { lane, position, x, width, placed } of labels) {
-      const text = textOf(lane, position, width, digit);
-      const shown = Math.min(x + width, pen.width) - Math.max(x, 0);
-      if (!text || text.length * digit + 3 > shown) continue;
-      context.fillText(text, Math.max(x, 0) + shown / 2, placed.y + placed.height / 2 + 0.5);
-    }
+  for (const [size, texts] of bySize(pen)) {
+    context.font = `${size}px ${FONT}`; // set once a size: that is what costs
+    for (const { text, x, y } of texts) context.fillText(text, x, y);
   }
 }
 
-function bySize(labels) {
-  const sizes = new Map();
-  for (const label of labels) {
-    const size = label.placed.height >= 30 ? 13 : label.placed.height >= 16 ? 11 : 10;
-    if (!sizes.has(size)) sizes.set(size, []);
-    sizes.get(size).push(label);
+// What is written, by the size of the letters: the largest that fits bar and text.
+function bySize(pen) {
+  const sizes = new Map(SIZES.map((size) => [size, []]));
+  for (const { lane, position, x, width, placed } of pen.labels) {
+    const text = textOf(lane, position);
+    const left = Math.max(x, 0), shown = Math.min(x + width, pen.width) - left;
+    const size = SIZES.find((one) => one + 1 <= placed.height && text.length * DIGIT * one + 2 <= shown);
+    if (text && size) sizes.get(size).push({ text, x: left + shown / 2, y: placed.y + placed.height / 2 + 0.5 });
   }
   return sizes;
 }
 
-// The microbatch's number; of the optimizer its name, where there is room for it.
-function textOf(lane, position, width, digit) {
+const SIZES = [13, 11, 10, 9];
+const DIGIT = 0.57; // how wide a digit is, of its size: all are equally wide
+
+// The microbatch's number; of the optimizer its name.
+function textOf(lane, position) {
   if (lane.microbatch[position] >= 0) return String(lane.microbatch[position]);
-  return lane.code[position] === 4 && width > 10 * digit ? "optimizer" : "";
+  return KINDS[lane.code[position]].letter === "o" ? "optimizer" : "";
 }
 
 function drawCurves(context, { traces, theme }, pen, curves) {
-  const top = highest(traces);
+  const bounds = scaleOf(traces);
   context.lineWidth = 1.25;
   for (const curve of curves) {
     const values = curveOf(traces, curve.member);
     if (values?.length) {
       context.fillStyle = theme.area;
-      context.fill(staircase(curve.member, values, pen, top, curve, true));
+      context.fill(staircase(curve.member, values, pen, bounds, curve, true));
       context.strokeStyle = theme.curve;
-      context.stroke(staircase(curve.member, values, pen, top, curve, false));
+      context.stroke(staircase(curve.member, values, pen, bounds, curve, false));
     }
     const others = curve.other && curveOf(traces, curve.other);
     if (others?.length) {
       context.strokeStyle = theme.other;
-      context.stroke(staircase(curve.other, others, pen, top, curve, false));
+      context.stroke(staircase(curve.other, others, pen, bounds, curve, false));
     }
     context.fillStyle = theme.grid;
     context.fillRect(0, curve.y + curve.height, pen.width, 1);
@@ -179,22 +176,21 @@ function drawTitle(context, { theme, left, width, traces }, { y, height, trace, 
     return;
   }
   const what = inBytes(traces) ? "Memory on the device" : "Live activations";
-  const top = highest(traces);
-  const most = inBytes(traces) ? bytes(top) : top;
+  const [least, most] = scaleOf(traces).map((value) => (inBytes(traces) ? bytes(value) : value));
   context.font = `600 12px ${FONT}`;
   context.fillStyle = theme.text;
   context.fillText(what, 10, middle);
   const used = context.measureText(what).width;
   context.font = `11px ${FONT}`;
   context.fillStyle = theme.quiet;
-  context.fillText(`each row from 0 to ${most}`, 20 + used, middle);
+  context.fillText(`each row from ${least} to ${most}`, 20 + used, middle);
 }
 
 function drawCurveName(context, { theme, left, traces }, { y, height, member }) {
   const values = curveOf(traces, member);
   const most = values.reduce((a, b) => Math.max(a, b), 0);
   context.textBaseline = "middle";
-  write(context, nameOf(member, traces[0]), 11, left - 50, y + height / 2, theme.text, 10);
+  write(context, nameOf(member, traces[0]), 11, left - 64, y + height / 2, theme.text, 10);
   context.textAlign = "right";
   write(context, inBytes(traces) ? bytes(most) : String(most), 11, 48, y + height / 2, theme.quiet, left - 8);
   context.textAlign = "left";
