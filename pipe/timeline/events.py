@@ -10,16 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from pipe.timeline import PLUGIN, SCALARS, TAG
 from pipe.timeline.blobs import to_blobs
 from pipe.timeline.summary import scalars_of
 from pipe.timeline.trace import Trace
-
-PLUGIN = "pipeline"
-"""The name of the TensorBoard plugin that owns the series of traces."""
-TAG = "pipeline"
-"""The tag of that series: one a run."""
-SCALARS = "pipeline/"
-"""What the tags of the scalars that come with a trace begin with."""
 
 
 class SummaryWriter(Protocol):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipe.timeline import PLUGIN, SCALARS, TAG
 from pipe.timeline.blobs import from_blobs, read_header
-from pipe.timeline.events import PLUGIN, SCALARS, TAG
 from pipe.timeline.trace import Header, Trace, TraceError
 
 _HEAD = struct.Struct("<QI")  # a record: its length, that number's checksum, the data, and their checksum

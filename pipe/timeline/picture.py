@@ -24,7 +24,7 @@ COLORS = {
     "c": ("#404040", "white"),
 }
 _LANE, _THIN, _GAP = 24, 7, 8  # pixels: computation, communication below it, then a gap
-_MARGIN, _TOP, _WIDTH = 120, 64, 1600
+_MARGIN, _TOP, _WIDTH = 136, 64, 1600
 _LETTER = 6.6  # pixels: a bar shows its text where it fits
 _ENTRY = 7 * 2 + 12  # of the legend, beside its text
 _STEPS = (1, 2, 5)

@@ -68,7 +68,7 @@ def of_timeline(
         lane = _Lane(timeline, rank, made, scale, agreement)
         lane.add("c", 0.0, agreement)
         lane.compute()
-        lane.add("o", max(lane.done, lane.reduce()), end + optimizer)
+        lane.add("o", max(lane.done, lane.reduce()), round(end + optimizer, 1))
         members += [lane.member(replica, replicas, memory) for replica in range(replicas)]
     header = Header(
         step=step,
@@ -82,7 +82,7 @@ def of_timeline(
         layers=tuple((_LAYERS * stage, _LAYERS * (stage + 1)) for stage in range(plan.num_stages)),
         layer_names=tuple(f"{layer} Linear" for layer in range(_LAYERS * plan.num_stages)),
         plan=(timeline.simulated or plan).to_csv(),
-        duration=end + optimizer,
+        duration=round(end + optimizer, 1),
         clock=Clock("cpu", (0.0,) * len(members)),
         scalars={"loss": 4.0 / (step + 1), "lr": 3e-4, "grad_norm": 1.5},
     )
