@@ -22,41 +22,72 @@ const LINK_AFTER = 250; // milliseconds of rest before the address follows
 
 export function start(root) {
   const state = {
-    runs: {}, run: null, step: null, trace: null,
+    runs: {},
+    run: null,
+    step: null,
+    trace: null,
     compare: null, // {run, step, trace}
     range: null, // in view; null: the whole step
-    selection: null, predicted: false, playing: false,
-    loading: true, error: null, dark: false,
+    selection: null,
+    predicted: false,
+    playing: false,
+    loading: true,
+    error: null,
+    dark: false,
   };
   // What tests read; `place`, `measure` and `state` are for them, and for curious people.
   const view = (window.pipeline = { ready: null });
-  let ticket = 0, timer = 0, linking = 0, pointer = null, sums = null;
+  let ticket = 0,
+    timer = 0,
+    linking = 0,
+    pointer = null,
+    sums = null;
 
   const chart = createChart(published);
   const toolbar = createToolbar({
     run: (run) => openStep(run, nearest(run, state.step)),
     step: (step) => openStep(state.run, step),
-    go, play, slowest, predicted: togglePredicted, fit: () => setRange(null),
+    go,
+    play,
+    slowest,
+    predicted: togglePredicted,
+    fit: () => setRange(null),
     compareRun: (run) => compareWith(run || null, nearest(run, state.compare?.step ?? state.step)),
     compareStep: (step) => compareWith(state.compare.run, step),
     help: () => help.toggle(),
   });
-  const legend = createLegend(), summary = createSummary(), help = createHelp(), tooltip = createTooltip();
+  const legend = createLegend(),
+    summary = createSummary(),
+    help = createHelp(),
+    tooltip = createTooltip();
   const selection = createSelection({ zoom: zoomToSelection, clear: () => select(null) });
   const notice = createNotice(reload);
   const panel = h("aside", {}, selection.element, summary.element);
-  root.append(toolbar.element,
-    h("main", {},
-      h("div", { class: "timeline" }, legend.element, chart.element, notice.element),
-      panel),
-    help.element, tooltip.element);
+  root.append(
+    toolbar.element,
+    h("main", {}, h("div", { class: "timeline" }, legend.element, chart.element, notice.element), panel),
+    help.element,
+    tooltip.element,
+  );
 
   followPointer(chart, { range: setRange, select, hover });
   followKeys({
-    w: () => zoom(1.25), s: () => zoom(1 / 1.25), a: () => pan(-0.12), d: () => pan(0.12),
-    "+": () => zoom(1.25), "-": () => zoom(1 / 1.25),
-    f: () => setRange(null), z: zoomToSelection, arrowleft: () => go(-1), arrowright: () => go(+1), " ": play, x: slowest,
-    p: togglePredicted, c: pin, escape: letGo, "?": () => help.toggle(),
+    w: () => zoom(1.25),
+    s: () => zoom(1 / 1.25),
+    a: () => pan(-0.12),
+    d: () => pan(0.12),
+    "+": () => zoom(1.25),
+    "-": () => zoom(1 / 1.25),
+    f: () => setRange(null),
+    z: zoomToSelection,
+    arrowleft: () => go(-1),
+    arrowright: () => go(+1),
+    " ": play,
+    x: slowest,
+    p: togglePredicted,
+    c: pin,
+    escape: letGo,
+    "?": () => help.toggle(),
   });
   state.dark = watchDarkMode((dark) => change({ dark }));
   watchReloads(reload);
@@ -80,7 +111,10 @@ export function start(root) {
     try {
       state.runs = await fetchSteps();
     } catch (error) {
-      return change({ loading: false, error: { title: "The list of steps cannot be read", message: error.message } });
+      return change({
+        loading: false,
+        error: { title: "The list of steps cannot be read", message: error.message },
+      });
     }
     if (state.trace && !state.error) return show();
     const link = readLink();
@@ -93,7 +127,8 @@ export function start(root) {
   async function openStep(run, step) {
     const mine = ++ticket;
     change({ run, step, loading: true, error: null });
-    let trace = null, error = null;
+    let trace = null,
+      error = null;
     try {
       trace = readTrace(run, await fetchStep(run, step));
     } catch (problem) {
@@ -103,7 +138,12 @@ export function start(root) {
     pointer = null;
     hover(null, null, null);
     if (error) stop();
-    change({ trace, error, loading: false, range: trace && state.range && within(state.range, whole(trace)) });
+    change({
+      trace,
+      error,
+      loading: false,
+      range: trace && state.range && within(state.range, whole(trace)),
+    });
   }
 
   async function compareWith(run, step) {
@@ -113,7 +153,8 @@ export function start(root) {
     try {
       compare.trace = readTrace(run, await fetchStep(run, step));
     } catch (problem) {
-      if (state.compare === compare) change({ compare: null, loading: false, error: unreadable(run, step, problem) });
+      if (state.compare === compare)
+        change({ compare: null, loading: false, error: unreadable(run, step, problem) });
       return;
     }
     if (state.compare === compare) change({ loading: false });
@@ -148,7 +189,10 @@ export function start(root) {
   function slowest() {
     const steps = state.runs[state.run] ?? [];
     if (!steps.length) return;
-    openStep(state.run, steps.reduce((worst, one) => ((one.duration ?? 0) > (worst.duration ?? 0) ? one : worst)).step);
+    openStep(
+      state.run,
+      steps.reduce((worst, one) => ((one.duration ?? 0) > (worst.duration ?? 0) ? one : worst)).step,
+    );
   }
 
   function play() {
@@ -182,7 +226,8 @@ export function start(root) {
   function setRange(wanted) {
     if (!state.trace) return;
     const next = wanted && within(wanted, whole());
-    change({ range: next && next[1] - next[0] < whole() ? next : null });
+    state.range = next && next[1] - next[0] < whole() ? next : null;
+    showChart();
     if (pointer) hover(chart.under(...pointer), ...pointer); // other bars are under it now
   }
 
@@ -204,7 +249,9 @@ export function start(root) {
   }
 
   function select(selected) {
-    change({ selection: selected });
+    state.selection = selected;
+    sums = selection.show(state);
+    showChart();
   }
 
   function togglePredicted() {
@@ -225,15 +272,26 @@ export function start(root) {
     const at = { selection: state.selection, pointer: pointer && x };
     view.hover = null;
     if (under?.row) {
-      const { row: { trace, member }, event } = under;
+      const {
+        row: { trace, member },
+        event,
+      } = under;
       const flows = flowsOf(trace, member, event);
       view.hover = { ...factsOf(trace, member, event), flows: flows.map(told) };
       chart.mark({ ...at, hovered: under, flows });
       const members = [member, ...flows.flatMap(({ from, to }) => [from.member, to.member])];
-      tooltip.showEvent(trace, member, event, flows, state.dark, ...inPage(x, chart.extent(under.row.which, members)));
+      tooltip.showEvent(
+        trace,
+        member,
+        event,
+        flows,
+        state.dark,
+        ...inPage(x, chart.extent(under.row.which, members)),
+      );
     } else {
       chart.mark(at);
-      if (under?.curve) tooltip.showCurve(tracesShown(), under.curve, chart.timeAt(x), ...inPage(x, { top: y, bottom: y }));
+      if (under?.curve)
+        tooltip.showCurve(tracesShown(), under.curve, chart.timeAt(x), ...inPage(x, { top: y, bottom: y }));
       else tooltip.hide();
     }
   }
@@ -263,8 +321,6 @@ export function start(root) {
   }
 
   function show() {
-    delete document.body.dataset.ready;
-    view.ready = null;
     document.documentElement.classList.toggle("dark", state.dark);
     toolbar.show(state);
     legend.show(state);
@@ -272,12 +328,31 @@ export function start(root) {
     notice.show(state);
     sums = selection.show(state);
     panel.hidden = !state.trace;
+    document.body.dataset.state = state.error
+      ? "broken"
+      : state.loading
+        ? "loading"
+        : state.run === null
+          ? "empty"
+          : "shown";
+    showChart();
+  }
+
+  // Only the chart: range and selection change with every move of the mouse.
+  function showChart() {
+    delete document.body.dataset.ready;
+    view.ready = null;
     chart.element.classList.toggle("blank", !state.trace);
     if (state.trace) {
-      chart.show({ traces: tracesShown(), range: range(), whole: whole(), predicted: state.predicted, dark: state.dark });
+      chart.show({
+        traces: tracesShown(),
+        range: range(),
+        whole: whole(),
+        predicted: state.predicted,
+        dark: state.dark,
+      });
       chart.mark({ selection: state.selection, pointer: pointer?.[0] ?? null });
     }
-    document.body.dataset.state = state.error ? "broken" : state.loading ? "loading" : state.run === null ? "empty" : "shown";
     clearTimeout(linking);
     linking = setTimeout(link, LINK_AFTER);
   }
@@ -285,9 +360,11 @@ export function start(root) {
   function link() {
     if (!state.trace) return;
     writeLink({
-      run: state.run, step: state.step,
+      run: state.run,
+      step: state.step,
       range: state.range && state.range.map((time) => time.toFixed(1)).join("-"),
-      compare: state.compare?.run, with: state.compare?.step,
+      compare: state.compare?.run,
+      with: state.compare?.step,
       predicted: state.predicted ? "1" : null,
     });
   }
@@ -297,9 +374,19 @@ export function start(root) {
     const { trace, compare } = state;
     if (!trace || scene.traces[0] !== trace) return;
     Object.assign(view, {
-      run: trace.run, step: trace.step, dark: state.dark, predicted: state.predicted && trace.hasPrediction,
-      bars: { total: trace.actions, drawn: counts.drawn, events: counts.events, rectangles: counts.rectangles },
-      rows: scene.layout.rows.length, range: scene.range, whole: scene.whole,
+      run: trace.run,
+      step: trace.step,
+      dark: state.dark,
+      predicted: state.predicted && trace.hasPrediction,
+      bars: {
+        total: trace.actions,
+        drawn: counts.drawn,
+        events: counts.events,
+        rectangles: counts.rectangles,
+      },
+      rows: scene.layout.rows.length,
+      range: scene.range,
+      whole: scene.whole,
       compare: compare?.trace && { run: compare.run, step: compare.step, bars: compare.trace.actions },
       selection: state.selection && { range: state.selection, ...sums },
       frameMs: frames.at(-1),

@@ -15,13 +15,23 @@ const LEAST = 1 / 3;
 // A pen that draws lanes for a view: {range: [from, to], width}. `paths` by style (code * SHADES + shade);
 // `labels` of bars that may have room for a text; counts of what was drawn.
 export function makePen(view) {
-  return { ...view, scale: view.width / (view.range[1] - view.range[0]), paths: new Map(), labels: [],
-    events: 0, rectangles: 0 };
+  return {
+    ...view,
+    scale: view.width / (view.range[1] - view.range[0]),
+    paths: new Map(),
+    labels: [],
+    events: 0,
+    rectangles: 0,
+  };
 }
 
 export function drawLane(pen, placed, labelled) {
   const { id, lane, y, height } = placed;
-  const { range: [from], scale, width } = pen;
+  const {
+    range: [from],
+    scale,
+    width,
+  } = pen;
   const [first, last] = visible(lane, pen.range);
   const thin = new Columns(pen, y, height, id === WAIT || id === COLLECTIVE ? LEAST : 0);
   for (let position = first; position < last; position++) {
@@ -64,9 +74,11 @@ class Columns {
 
   close() {
     if (!this.shares.size) return;
-    let style = -1, most = -1, all = 0;
+    let style = -1,
+      most = -1,
+      all = 0;
     for (const [one, share] of this.shares) {
-      if (share > most) (most = share), (style = one);
+      if (share > most) ((most = share), (style = one));
       all += share;
     }
     this.shares.clear();
@@ -86,7 +98,8 @@ class Columns {
   }
 
   draw() {
-    if (this.run) rectangle(this.pen, this.run.style, this.run.start, this.y, this.run.end - this.run.start, this.height);
+    if (this.run)
+      rectangle(this.pen, this.run.style, this.run.start, this.y, this.run.end - this.run.start, this.height);
     this.run = null;
   }
 }

@@ -15,7 +15,12 @@ const SLACK = 3; // pixels by which a thin bar may be missed
 export function createChart(framed) {
   const overview = h("canvas", { class: "overview", "aria-label": "The whole step, with the range in view" });
   const bars = h("canvas", { class: "bars" });
-  const marks = h("canvas", { class: "marks", tabindex: "0", role: "img", "aria-label": "Timeline of the step" });
+  const marks = h("canvas", {
+    class: "marks",
+    tabindex: "0",
+    role: "img",
+    "aria-label": "Timeline of the step",
+  });
   const sheet = h("div", { class: "sheet" }, bars, marks);
   const spacer = h("div", { class: "spacer" }, sheet);
   const viewport = h("div", { class: "viewport" }, spacer);
@@ -24,12 +29,18 @@ export function createChart(framed) {
   const backdrop = document.createElement("canvas");
 
   const chart = { element, overview, bars, marks, viewport, strip, scene: null, frames: [] };
-  let shown = null, marked = {}, pending = 0, stripKey = "";
+  let shown = null,
+    marked = {},
+    pending = 0,
+    stale = false,
+    counts = {},
+    stripKey = "";
 
   // state: {traces, range, whole, predicted, dark}
   chart.show = (state) => {
     shown = state;
     chart.scene = makeScene(state);
+    stale = true;
     schedule();
   };
   chart.mark = (what) => {
@@ -41,6 +52,7 @@ export function createChart(framed) {
   // Draws at once, and waits until the pixels are there; returns the milliseconds. For tests.
   chart.measure = () => {
     const before = performance.now();
+    stale = true;
     frame();
     bars.getContext("2d").getImageData(0, 0, 1, 1);
     return performance.now() - before;
@@ -53,29 +65,51 @@ export function createChart(framed) {
     spacer.style.height = `${Math.max(layout.height, height)}px`;
     // Read after the height is set: a scroll bar takes its width.
     const width = Math.max(viewport.clientWidth - left, 50);
-    return { traces, range, whole, dark, layout, left, width, height, scroll: viewport.scrollTop, theme: THEMES[dark ? "dark" : "light"] };
+    return {
+      traces,
+      range,
+      whole,
+      dark,
+      layout,
+      left,
+      width,
+      height,
+      scroll: viewport.scrollTop,
+      theme: THEMES[dark ? "dark" : "light"],
+    };
   }
 
   function schedule() {
     pending ||= requestAnimationFrame(() => {
       pending = 0;
-      if (chart.scene) framed(chart, frame());
+      if (!chart.scene) return;
+      frame();
+      framed(chart, counts);
     });
   }
 
   function frame() {
     const { scene } = chart;
-    const before = performance.now();
-    const counts = drawGantt(sized(bars, scene.left + scene.width, scene.height), scene);
-    drawOverview(scene);
+    // Where only the pointer moved, the bars stay as they are.
+    if (stale) {
+      const before = performance.now();
+      counts = drawGantt(sized(bars, scene.left + scene.width, scene.height), scene);
+      drawOverview(scene);
+      stale = false;
+      chart.frames.push(performance.now() - before);
+      if (chart.frames.length > 50) chart.frames.shift();
+    }
     drawMarks(sized(marks, scene.left + scene.width, scene.height), scene, placedMarks(scene, marked));
-    chart.frames.push(performance.now() - before);
-    if (chart.frames.length > 50) chart.frames.shift();
-    return counts;
   }
 
   function drawOverview(scene) {
-    const { left, width, traces: [trace], whole, dark } = scene;
+    const {
+      left,
+      width,
+      traces: [trace],
+      whole,
+      dark,
+    } = scene;
     strip.style.paddingLeft = `${left}px`;
     const key = [trace.run, trace.step, trace.header.wall_time, whole, width, dark].join();
     if (key !== stripKey) {
@@ -88,7 +122,11 @@ export function createChart(framed) {
   }
 
   chart.timeAt = (x) => {
-    const { range: [from, to], left, width } = chart.scene;
+    const {
+      range: [from, to],
+      left,
+      width,
+    } = chart.scene;
     return from + ((x - left) / width) * (to - from);
   };
   chart.xOf = (time) => xOf(chart.scene, time);
@@ -123,7 +161,12 @@ export function createChart(framed) {
   // Where an event is on the page: {x, y} of its bar's middle, in the window's coordinates.
   chart.place = (number, event, { which = 0, predicted = false } = {}) => {
     const { scene } = chart;
-    const bar = barOf(scene, scene.layout.rows.find((row) => row.which === which && row.member.number === number), event, predicted);
+    const bar = barOf(
+      scene,
+      scene.layout.rows.find((row) => row.which === which && row.member.number === number),
+      event,
+      predicted,
+    );
     const box = marks.getBoundingClientRect();
     return { x: box.left + bar.x + bar.width / 2, y: box.top + bar.y - scene.scroll + bar.height / 2 };
   };
@@ -152,7 +195,9 @@ function xOf({ range: [from, to], left, width }, time) {
 
 // The rectangle of an event's bar, y counted from the top of the sheet that scrolls.
 function barOf(scene, row, event, predicted = false) {
-  const wanted = predicted ? PREDICTED : [COMPUTE, WAIT, COLLECTIVE].find((id) => row.member.lanes[id].event.includes(event));
+  const wanted = predicted
+    ? PREDICTED
+    : [COMPUTE, WAIT, COLLECTIVE].find((id) => row.member.lanes[id].event.includes(event));
   const placed = row.lanes.find(({ id }) => id === wanted);
   const position = placed.lane.event.indexOf(event);
   const x = xOf(scene, placed.lane.start[position]);
@@ -163,11 +208,15 @@ function barOf(scene, row, event, predicted = false) {
 function placedMarks(scene, { hovered, flows = [], selection = null, pointer = null }) {
   if (!hovered?.row) return { hovered: null, flows: [], selection, pointer };
   const { which } = hovered.row;
-  const rows = new Map(scene.layout.rows.filter((row) => row.which === which).map((row) => [row.member.number, row]));
+  const rows = new Map(
+    scene.layout.rows.filter((row) => row.which === which).map((row) => [row.member.number, row]),
+  );
   const row = rows.get(hovered.row.member.number);
   if (!row) return { hovered: null, flows: [], selection, pointer };
   const end = ({ member, time }) => {
-    const { lanes: [{ y, height }] } = rows.get(member.number);
+    const {
+      lanes: [{ y, height }],
+    } = rows.get(member.number);
     return [xOf(scene, time), y + height / 2];
   };
   return {

@@ -1,5 +1,6 @@
 // Draws what each rank holds over the step: bytes on its device, or live activations where no bytes are known.
 
+import { COLLECTIVE, KINDS } from "./kinds.js";
 import { firstOver } from "./trace.js";
 
 // Bytes, if all traces have them: steps are compared in one quantity.
@@ -14,7 +15,8 @@ export function curveOf(traces, member) {
 // [least, most] that any member holds: all curves share one scale, so that ranks compare. It begins at 0, unless
 // what is held throughout (parameters, say) would leave little room for what comes and goes.
 export function scaleOf(traces) {
-  let least = Infinity, most = 1;
+  let least = Infinity,
+    most = 1;
   for (const trace of traces) {
     for (const member of trace.members) {
       for (const value of curveOf(traces, member)) {
@@ -28,15 +30,29 @@ export function scaleOf(traces) {
 
 // A staircase: from the end of each event its value holds until the next one's. Where many steps share a pixel,
 // the highest is drawn: peaks are what one looks for.
-export function staircase(member, values, { range: [from, to], scale, width }, [least, most], { y, height }, closed) {
+//
+// Reductions run beside the computation, and end in any order: they make no steps of their own.
+export function staircase(
+  member,
+  values,
+  { range: [from, to], scale, width },
+  [least, most],
+  { y, height },
+  closed,
+) {
   const path = new Path2D();
   const foot = y + height;
   const level = (value) => foot - ((value - least) / (most - least)) * (height - 1);
-  let position = Math.max(0, firstOver(member.start, from) - 2);
-  let x = 0, value = values[position] ?? least, column = -1, peak = value;
+  let position = lastEnded(member, from);
+  let x = 0,
+    value = values[Math.max(position, 0)] ?? 0,
+    column = -1,
+    peak = value;
+  position = Math.max(position, 0);
   path.moveTo(0, closed ? foot : level(value));
   path.lineTo(0, level(value));
   for (; position < values.length && member.start[position] <= to; position++) {
+    if (isBeside(member, position)) continue;
     x = Math.min(Math.max(Math.round((member.end[position] - from) * scale), 0), width);
     if (x === column) {
       if (values[position] > peak) path.lineTo(x, level((peak = values[position])));
@@ -49,9 +65,10 @@ export function staircase(member, values, { range: [from, to], scale, width }, [
     value = peak = values[position];
     column = x;
   }
-  path.lineTo(Math.max(x, Math.min(width, Math.round((member.end.at(-1) - from) * scale))), level(value));
+  const end = Math.max(x, Math.min(width, Math.round((member.reach - from) * scale)));
+  path.lineTo(end, level(value));
   if (closed) {
-    path.lineTo(Math.max(x, Math.min(width, Math.round((member.end.at(-1) - from) * scale))), foot);
+    path.lineTo(end, foot);
     path.closePath();
   }
   return path;
@@ -59,12 +76,16 @@ export function staircase(member, values, { range: [from, to], scale, width }, [
 
 // What a member holds at a time.
 export function valueAt(member, values, time) {
-  let last = -1;
-  for (let position = Math.max(0, firstOver(member.start, time) - 1); position >= 0; position--) {
-    if (member.end[position] <= time) {
-      last = position;
-      break;
-    }
-  }
-  return last < 0 ? 0 : values[last];
+  return values[lastEnded(member, time)] ?? 0;
+}
+
+// The last event of the member's own thread that has ended by a time; -1 if none has.
+function lastEnded(member, time) {
+  let position = firstOver(member.start, time) - 1;
+  while (position >= 0 && (member.end[position] > time || isBeside(member, position))) position--;
+  return position;
+}
+
+function isBeside(member, position) {
+  return KINDS[member.codes[position]].lane === COLLECTIVE;
 }

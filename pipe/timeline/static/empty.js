@@ -18,7 +18,11 @@ export function createNotice(reload) {
 
 function contentOf(state, reload) {
   if (state.error) {
-    return [h("h2", {}, state.error.title), h("pre", {}, state.error.message), h("button", { onclick: reload }, "Try again")];
+    return [
+      h("h2", {}, state.error.title),
+      h("pre", {}, state.error.message),
+      h("button", { onclick: reload }, "Try again"),
+    ];
   }
   if (state.loading) return [h("p", { class: "loading" }, "Loading …")];
   if (state.run === null) {
@@ -26,8 +30,15 @@ function contentOf(state, reload) {
       h("h2", {}, "No traced steps yet"),
       h("p", {}, "A step's timeline is written when the pipeline's options name a directory:"),
       h("pre", {}, 'Pipeline(model, "chunks=8 device_map=0:0-4,1:4-8 tensorboard=runs", ...)'),
-      h("p", {}, "Then look at that directory: ", h("code", {}, "tensorboard --logdir runs"),
-        ". To trace each 10th step only, add ", h("code", {}, "trace_every=10"), "."),
+      h(
+        "p",
+        {},
+        "Then look at that directory: ",
+        h("code", {}, "tensorboard --logdir runs"),
+        ". To trace each 10th step only, add ",
+        h("code", {}, "trace_every=10"),
+        ".",
+      ),
       h("button", { onclick: reload }, "Look again"),
     ];
   }

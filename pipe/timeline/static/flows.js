@@ -9,7 +9,8 @@ const CARRIERS = { a: "F", g: "BI" }; // who makes and takes activations, and gr
 // The arrows at an event: [{from: {member, time, event}, to: {...}, value, into}], `into`: it feeds the event.
 export function flowsOf(trace, member, event) {
   const letter = member.kind[event];
-  const stage = member.stage[event], microbatch = member.microbatch[event];
+  const stage = member.stage[event],
+    microbatch = member.microbatch[event];
   const transfers = transfersOf(trace).filter(
     (one) => one.replica === member.replica && one.microbatch === microbatch,
   );

@@ -1,6 +1,10 @@
 // Turns numbers into words: times are in microseconds wherever the page computes with them.
 
-const UNITS = [[1e6, "s"], [1e3, "ms"], [1, "µs"]];
+const UNITS = [
+  [1e6, "s"],
+  [1e3, "ms"],
+  [1, "µs"],
+];
 
 export function unitOf(us) {
   return UNITS.find(([size]) => Math.abs(us) >= size) ?? UNITS[2];
@@ -14,7 +18,7 @@ export function rough(us) {
 
 // All that a trace holds, tenths of a microsecond: 12.3456 ms.
 export function exact(us) {
-  if (Math.abs(us) < 1e3) return `${(us).toFixed(1)} µs`;
+  if (Math.abs(us) < 1e3) return `${us.toFixed(1)} µs`;
   return `${(us / 1e3).toFixed(4)} ms`;
 }
 
@@ -29,8 +33,8 @@ export function percent(fraction, places = 1) {
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
-  while (value >= 1024 && unit < units.length - 1) (value /= 1024), unit++;
-  return `${digits(value, 3)} ${units[unit]}`;
+  while (value >= 1024 && unit < units.length - 1) ((value /= 1024), unit++);
+  return `${digits(value, 4)} ${units[unit]}`;
 }
 
 export function count(value, noun) {

@@ -18,7 +18,8 @@ export function drawGantt(context, scene) {
   const seen = ({ y, height: tall }) => y + tall > scroll + AXIS && y < scroll + height;
   const marks = ticks(scene.range, width);
   const view = { range: scene.range, width };
-  const pen = makePen(view), paler = makePen(view); // the paler one draws what was predicted
+  const pen = makePen(view),
+    paler = makePen(view); // the paler one draws what was predicted
   const rows = layout.rows.filter(seen);
 
   context.save();
@@ -64,7 +65,10 @@ function room({ id }) {
 // How many F, B, I and W of the first step are in view, over the rows on the screen.
 function visibleActions(rows, range) {
   let count = 0;
-  for (const { which, lanes: [{ lane }] } of rows) {
+  for (const {
+    which,
+    lanes: [{ lane }],
+  } of rows) {
     if (which > 0) continue;
     const [first, last] = visible(lane, range);
     for (let at = first; at < last; at++) count += COMPUTES.includes(KINDS[lane.code[at]].letter);
@@ -111,9 +115,11 @@ function bySize(pen) {
   const sizes = new Map(SIZES.map((size) => [size, []]));
   for (const { lane, position, x, width, placed } of pen.labels) {
     const text = textOf(lane, position);
-    const left = Math.max(x, 0), shown = Math.min(x + width, pen.width) - left;
-    const size = SIZES.find((one) => one + 1 <= placed.height && text.length * DIGIT * one + 2 <= shown);
-    if (text && size) sizes.get(size).push({ text, x: left + shown / 2, y: placed.y + placed.height / 2 + 0.5 });
+    const left = Math.max(x, 0),
+      shown = Math.min(x + width, pen.width) - left;
+    const size = SIZES.find((one) => one + 1 <= placed.height && text.length * DIGIT * one + 4 <= shown);
+    if (text && size)
+      sizes.get(size).push({ text, x: left + shown / 2, y: placed.y + placed.height / 2 + 0.5 });
   }
   return sizes;
 }
@@ -190,7 +196,7 @@ function drawCurveName(context, { theme, left, traces }, { y, height, member }) 
   const values = curveOf(traces, member);
   const most = values.reduce((a, b) => Math.max(a, b), 0);
   context.textBaseline = "middle";
-  write(context, nameOf(member, traces[0]), 11, left - 64, y + height / 2, theme.text, 10);
+  write(context, nameOf(member, traces[0]), 11, left - 74, y + height / 2, theme.text, 10);
   context.textAlign = "right";
   write(context, inBytes(traces) ? bytes(most) : String(most), 11, 48, y + height / 2, theme.quiet, left - 8);
   context.textAlign = "left";

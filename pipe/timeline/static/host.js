@@ -8,7 +8,10 @@ export function watchDarkMode(changed) {
   try {
     const { body } = window.parent.document;
     const isDark = () => body.classList.contains("dark-mode");
-    new MutationObserver(() => changed(isDark())).observe(body, { attributes: true, attributeFilter: ["class"] });
+    new MutationObserver(() => changed(isDark())).observe(body, {
+      attributes: true,
+      attributeFilter: ["class"],
+    });
     return isDark();
   } catch {
     const wanted = window.matchMedia("(prefers-color-scheme: dark)");
@@ -22,7 +25,9 @@ export function readLink() {
   try {
     const pairs = new URLSearchParams(window.parent.location.hash.slice(1));
     return Object.fromEntries(
-      [...pairs].filter(([key]) => key.startsWith(PREFIX)).map(([key, value]) => [key.slice(PREFIX.length), value]),
+      [...pairs]
+        .filter(([key]) => key.startsWith(PREFIX))
+        .map(([key, value]) => [key.slice(PREFIX.length), value]),
     );
   } catch {
     return {};
@@ -33,7 +38,10 @@ export function readLink() {
 export function writeLink(values) {
   try {
     const { location, history } = window.parent;
-    const others = location.hash.slice(1).split("&").filter((pair) => pair && !pair.startsWith(PREFIX));
+    const others = location.hash
+      .slice(1)
+      .split("&")
+      .filter((pair) => pair && !pair.startsWith(PREFIX));
     const ours = Object.entries(values)
       .filter(([, value]) => value !== null && value !== undefined && value !== "")
       .map(([key, value]) => `${PREFIX}${key}=${encodeURIComponent(value)}`);

@@ -10,8 +10,13 @@ export const COLLECTIVE = 2; // another: what runs beside it
 export const PREDICTED = 3; // the simulator's bars, under the measured ones
 export const LANE_NAMES = ["compute", "wait", "collective", "predicted"];
 
-const SKY = "#56b4e9", ORANGE = "#e69f00", VERMILLION = "#d55e00", GREEN = "#009e73";
-const PURPLE = "#cc79a7", BLUE = "#0072b2", YELLOW = "#f0e442";
+const SKY = "#56b4e9",
+  ORANGE = "#e69f00",
+  VERMILLION = "#d55e00",
+  GREEN = "#009e73";
+const PURPLE = "#cc79a7",
+  BLUE = "#0072b2",
+  YELLOW = "#f0e442";
 
 // In this order in the legend. `dark` is for the mode whose background would swallow the colour.
 export const KINDS = [

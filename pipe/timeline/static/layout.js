@@ -46,7 +46,10 @@ function curveHeight(bar) {
 }
 
 function heightOf(traces, predicted, bar, curves) {
-  const rows = traces.reduce((sum, trace) => sum + trace.members.length * rowHeight(trace, predicted, bar), 0);
+  const rows = traces.reduce(
+    (sum, trace) => sum + trace.members.length * rowHeight(trace, predicted, bar),
+    0,
+  );
   return AXIS + (traces.length > 1 ? TITLE * traces.length : 6) + rows + TITLE + curves + BOTTOM;
 }
 
@@ -68,7 +71,9 @@ function rowHeight(trace, predicted, bar) {
 }
 
 function place(traces, predicted, bar, curve) {
-  const rows = [], titles = [], curves = [];
+  const rows = [],
+    titles = [],
+    curves = [];
   let y = AXIS + 6;
   for (const [which, trace] of traces.entries()) {
     if (traces.length > 1) {
@@ -77,8 +82,17 @@ function place(traces, predicted, bar, curve) {
       y += TITLE;
     }
     for (const member of trace.members) {
-      const height = rowHeight(trace, predicted, bar), gap = gapBelow(trace, predicted, bar);
-      rows.push({ y, height, gap, which, trace, member, lanes: placeLanes(trace, member, predicted, bar, y) });
+      const height = rowHeight(trace, predicted, bar),
+        gap = gapBelow(trace, predicted, bar);
+      rows.push({
+        y,
+        height,
+        gap,
+        which,
+        trace,
+        member,
+        lanes: placeLanes(trace, member, predicted, bar, y),
+      });
       y += height;
     }
   }

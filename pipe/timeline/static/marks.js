@@ -26,7 +26,8 @@ export function drawMarks(context, scene, { hovered, flows, selection, pointer }
 
 function drawSelection(context, { left, width, range, theme, height }, [from, to]) {
   const scale = width / (range[1] - range[0]);
-  const x = left + (from - range[0]) * scale, end = left + (to - range[0]) * scale;
+  const x = left + (from - range[0]) * scale,
+    end = left + (to - range[0]) * scale;
   context.fillStyle = theme.accentArea;
   context.fillRect(x, 0, end - x, height);
   context.fillStyle = theme.accent;

@@ -16,7 +16,10 @@ export function namesWidth(traces) {
   measure.font = `12px ${FONT}`;
   const names = (trace) => trace.members.flatMap((member) => [nameOf(member, trace), stagesOf(member)]);
   // Curves have smaller names, and what they reach beside them.
-  const beside = (trace) => trace.members.map((member) => `${nameOf(member, trace)} 999 MiB`);
-  const widest = [...traces.flatMap(names), ...beside(traces[0])].reduce((most, name) => Math.max(most, measure.measureText(name).width), 0);
+  const beside = (trace) => trace.members.map((member) => `${nameOf(member, trace)} 1.234 GiB`);
+  const widest = [...traces.flatMap(names), ...beside(traces[0])].reduce(
+    (most, name) => Math.max(most, measure.measureText(name).width),
+    0,
+  );
   return Math.min(Math.max(Math.ceil(widest) + 20, 110), 180);
 }

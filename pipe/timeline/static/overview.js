@@ -26,7 +26,8 @@ export function drawStrip(context, { trace, whole, width, dark, theme }) {
 }
 
 export function drawWindow(context, { range: [from, to], whole, width, theme }) {
-  const x = (from / whole) * width, end = Math.max((to / whole) * width, x + 3);
+  const x = (from / whole) * width,
+    end = Math.max((to / whole) * width, x + 3);
   context.fillStyle = theme.shadow;
   context.fillRect(0, 0, x, HEIGHT);
   context.fillRect(end, 0, width - end, HEIGHT);

@@ -16,19 +16,23 @@ export function followPointer(chart, on) {
   const { marks, overview } = chart;
   let drag = null;
 
-  marks.addEventListener("wheel", (event) => {
-    const { scene } = chart;
-    const [x] = chart.point(event);
-    if (!scene || x < scene.left) return;
-    event.preventDefault();
-    const length = scene.range[1] - scene.range[0];
-    const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
-    if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) {
-      on.range(panned(scene.range, (sideways / scene.width) * length, scene.whole));
-    } else {
-      on.range(zoomed(scene.range, Math.exp(-event.deltaY / 400), chart.timeAt(x), scene.whole));
-    }
-  }, { passive: false });
+  marks.addEventListener(
+    "wheel",
+    (event) => {
+      const { scene } = chart;
+      const [x] = chart.point(event);
+      if (!scene || x < scene.left) return;
+      event.preventDefault();
+      const length = scene.range[1] - scene.range[0];
+      const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
+      if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) {
+        on.range(panned(scene.range, (sideways / scene.width) * length, scene.whole));
+      } else {
+        on.range(zoomed(scene.range, Math.exp(-event.deltaY / 400), chart.timeAt(x), scene.whole));
+      }
+    },
+    { passive: false },
+  );
 
   marks.addEventListener("pointerdown", (event) => {
     const [x] = chart.point(event);
@@ -72,7 +76,9 @@ export function followPointer(chart, on) {
   overview.addEventListener("pointerdown", (event) => {
     if (!chart.scene) return;
     overview.setPointerCapture(event.pointerId);
-    const { range: [from, to] } = chart.scene;
+    const {
+      range: [from, to],
+    } = chart.scene;
     const time = overviewTime(event);
     const grip = time >= from && time <= to ? time - from : (to - from) / 2;
     const move = (moved) => {

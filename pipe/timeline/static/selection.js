@@ -23,19 +23,42 @@ export function createSelection(on) {
 function contents(trace, [from, to], sums, dark, on) {
   const present = KINDS.filter(({ letter }) => sums.time[letter]);
   const row = (name, time, events, color, special) =>
-    h("tr", { class: special }, h("th", {}, color && h("i", { class: "swatch", style: `background: ${color}` }), name),
-      h("td", {}, events ?? ""), h("td", {}, rough(time)), h("td", {}, sums.all > 0 ? percent(time / sums.all) : ""));
-  const line = ({ letter, name }) => row(name, sums.time[letter], sums.events[letter], fill(CODES[letter], 0, dark));
+    h(
+      "tr",
+      { class: special },
+      h("th", {}, color && h("i", { class: "swatch", style: `background: ${color}` }), name),
+      h("td", {}, events ?? ""),
+      h("td", {}, rough(time)),
+      h("td", {}, sums.all > 0 ? percent(time / sums.all) : ""),
+    );
+  const line = ({ letter, name }) =>
+    row(name, sums.time[letter], sums.events[letter], fill(CODES[letter], 0, dark));
   const computes = present.filter(({ letter }) => COMPUTES.includes(letter));
   const others = present.filter(({ letter }) => !COMPUTES.includes(letter));
   return [
-    h("h2", {}, "Selected range", h("span", { class: "stretch" }),
-      h("button", { onclick: on.zoom, title: "Z" }, "Zoom"), h("button", { onclick: on.clear, title: "Esc" }, "Clear")),
-    h("p", {}, `${exact(from)} to ${exact(to)}: ${exact(to - from)}, over ${trace.members.length} ranks`.replace("1 ranks", "1 rank")),
-    h("table", { class: "sums" },
+    h(
+      "h2",
+      {},
+      "Selected range",
+      h("span", { class: "stretch" }),
+      h("button", { onclick: on.zoom, title: "Z" }, "Zoom"),
+      h("button", { onclick: on.clear, title: "Esc" }, "Clear"),
+    ),
+    h(
+      "p",
+      {},
+      `${exact(from)} to ${exact(to)}: ${exact(to - from)}, over ${trace.members.length} ranks`.replace(
+        "1 ranks",
+        "1 rank",
+      ),
+    ),
+    h(
+      "table",
+      { class: "sums" },
       h("tr", {}, ...["", "events", "time", "share"].map((name) => h("th", {}, name))),
       ...computes.map(line),
       row("computing nothing", sums.idle, null, null, "total"),
-      ...others.map(line)),
+      ...others.map(line),
+    ),
   ];
 }

@@ -43,10 +43,12 @@ async function ask(path) {
   try {
     answer = await fetch(path);
   } catch (error) {
-    throw new Error(`TensorBoard does not answer (${error.message}). Is it still running?`);
+    throw new Error(`TensorBoard does not answer (${error.message}). Is it still running?`, { cause: error });
   }
   if (answer.ok) return answer.json();
-  throw new Error(messageOf(await answer.text()) || `TensorBoard answered ${answer.status} ${answer.statusText}`);
+  throw new Error(
+    messageOf(await answer.text()) || `TensorBoard answered ${answer.status} ${answer.statusText}`,
+  );
 }
 
 // Errors come as text, or as {"error": text}.

@@ -14,7 +14,8 @@ export function createSlider(chosen) {
   new ResizeObserver(draw).observe(element);
 
   function draw() {
-    const width = element.clientWidth, ratio = window.devicePixelRatio || 1;
+    const width = element.clientWidth,
+      ratio = window.devicePixelRatio || 1;
     canvas.width = width * ratio;
     canvas.height = HEIGHT * ratio;
     const context = canvas.getContext("2d");
@@ -22,7 +23,8 @@ export function createSlider(chosen) {
     const style = getComputedStyle(element);
     const longest = Math.max(...steps.map((one) => one.duration ?? 0), 1);
     // The thumb's middle runs from half of its width to the same before the end.
-    const thumb = 14, reach = width - thumb;
+    const thumb = 14,
+      reach = width - thumb;
     const bar = Math.max(1, Math.min(10, (reach / Math.max(steps.length - 1, 1)) * 0.7));
     steps.forEach(({ duration }, number) => {
       if (!duration) return;

@@ -14,32 +14,67 @@ export function createToolbar(on) {
   const back = button("previous", "Previous step (←)", () => on.go(-1));
   const next = button("next", "Next step (→)", () => on.go(+1));
   const play = button("play", "Play through the steps (space)", on.play);
-  const slowest = h("button", { id: "slowest", title: "The slowest step of this run (X)", onclick: on.slowest }, "Slowest step");
+  const slowest = h(
+    "button",
+    { id: "slowest", title: "The slowest step of this run (X)", onclick: on.slowest },
+    "Slowest step",
+  );
 
-  const otherRun = h("select", { id: "compare-run", title: "A run to compare with", onchange: () => on.compareRun(otherRun.value) });
-  const otherStep = h("select", { id: "compare-step", title: "Its step", onchange: () => on.compareStep(Number(otherStep.value)) });
+  const otherRun = h("select", {
+    id: "compare-run",
+    title: "A run to compare with",
+    onchange: () => on.compareRun(otherRun.value),
+  });
+  const otherStep = h("select", {
+    id: "compare-step",
+    title: "Its step",
+    onchange: () => on.compareStep(Number(otherStep.value)),
+  });
   const predicted = h("input", { type: "checkbox", id: "predicted", onchange: on.predicted });
   const fit = h("button", { id: "fit", title: "The whole step (F)", onclick: on.fit }, "Fit");
   const help = h("button", { id: "help", title: "Keys (?)", "aria-label": "Keys", onclick: on.help }, "?");
   const links = {
-    chrome: h("a", { id: "export-chrome", title: "Chrome trace: opens in ui.perfetto.dev", download: true }, "Perfetto"),
+    chrome: h(
+      "a",
+      { id: "export-chrome", title: "Chrome trace: opens in ui.perfetto.dev", download: true },
+      "Perfetto",
+    ),
     svg: h("a", { id: "export-svg", title: "A picture of the whole step", download: true }, "SVG"),
     csv: h("a", { id: "export-csv", title: "A line an event", download: true }, "CSV"),
   };
 
-  const element = h("header", { class: "toolbar" },
-    h("div", { class: "line" },
+  const element = h(
+    "header",
+    { class: "toolbar" },
+    h(
+      "div",
+      { class: "line" },
       h("label", {}, h("span", {}, "Run"), run),
       h("span", { class: "group" }, back, play, next),
       slider.element,
       step,
-      slowest),
-    h("div", { class: "line" },
-      h("label", {}, h("span", {}, "Compare with"), otherRun), otherStep,
-      h("label", { class: "check", title: "The simulator, fed with this step's mean times, under what was measured (P)" }, predicted, "Measured over predicted"),
+      slowest,
+    ),
+    h(
+      "div",
+      { class: "line" },
+      h("label", {}, h("span", {}, "Compare with"), otherRun),
+      otherStep,
+      h(
+        "label",
+        {
+          class: "check",
+          title: "The simulator, fed with this step's mean times, under what was measured (P)",
+        },
+        predicted,
+        "Measured over predicted",
+      ),
       h("span", { class: "stretch" }),
       h("span", { class: "group links" }, h("span", {}, "Export"), links.chrome, links.svg, links.csv),
-      fit, help));
+      fit,
+      help,
+    ),
+  );
 
   function show(state) {
     const steps = state.runs[state.run] ?? [];
@@ -48,7 +83,16 @@ export function createToolbar(on) {
     slider.show(steps, at);
     step.replaceChildren(
       h("b", {}, `step ${state.step ?? "–"}`),
-      h("span", {}, at < 0 ? "" : [`${at + 1} of ${steps.length}`, steps[at].duration && rough(steps[at].duration)].filter(Boolean).join(" · ")));
+      h(
+        "span",
+        {},
+        at < 0
+          ? ""
+          : [`${at + 1} of ${steps.length}`, steps[at].duration && rough(steps[at].duration)]
+              .filter(Boolean)
+              .join(" · "),
+      ),
+    );
     back.disabled = at <= 0;
     next.disabled = play.disabled = at < 0 || at === steps.length - 1;
     if (state.playing) play.disabled = false;
@@ -58,7 +102,12 @@ export function createToolbar(on) {
 
     const other = state.compare;
     options(otherRun, ["", ...Object.keys(state.runs)], other?.run ?? "", (name) => name || "nothing");
-    options(otherStep, (state.runs[other?.run] ?? []).map((one) => String(one.step)), String(other?.step ?? ""), (text) => `step ${text}`);
+    options(
+      otherStep,
+      (state.runs[other?.run] ?? []).map((one) => String(one.step)),
+      String(other?.step ?? ""),
+      (text) => `step ${text}`,
+    );
     otherStep.hidden = !other;
     predicted.checked = state.predicted;
     predicted.disabled = Boolean(state.trace && !state.trace.hasPrediction);

@@ -10,17 +10,36 @@ const VALUES = { a: "activation", g: "gradient" };
 
 // The numbers of an event: what the box shows, and what tests read.
 export function factsOf(trace, member, event) {
-  const start = member.start[event], end = member.end[event];
+  const start = member.start[event],
+    end = member.end[event];
   const facts = {
-    run: trace.run, step: trace.step, member: member.number, rank: member.rank, replica: member.replica, event,
-    kind: member.kind[event], stage: member.stage[event], microbatch: member.microbatch[event],
-    peer: member.peer[event], value: member.value[event],
-    start, end, duration: tenths(end - start), predicted: null,
+    run: trace.run,
+    step: trace.step,
+    member: member.number,
+    rank: member.rank,
+    replica: member.replica,
+    event,
+    kind: member.kind[event],
+    stage: member.stage[event],
+    microbatch: member.microbatch[event],
+    peer: member.peer[event],
+    value: member.value[event],
+    start,
+    end,
+    duration: tenths(end - start),
+    predicted: null,
   };
-  const from = member.predicted?.start[event], to = member.predicted?.end[event];
+  const from = member.predicted?.start[event],
+    to = member.predicted?.end[event];
   if (from >= 0) {
     const duration = tenths(to - from);
-    facts.predicted = { start: from, end: to, duration, delta: tenths(facts.duration - duration), late: tenths(end - to) };
+    facts.predicted = {
+      start: from,
+      end: to,
+      duration,
+      delta: tenths(facts.duration - duration),
+      late: tenths(end - to),
+    };
   }
   return facts;
 }
@@ -37,7 +56,8 @@ export function createTooltip() {
   function put(x, clear, frame) {
     element.hidden = false;
     const { offsetWidth: width, offsetHeight: height } = element;
-    const below = clear.bottom + 10, above = clear.top - height - 10;
+    const below = clear.bottom + 10,
+      above = clear.top - height - 10;
     const y = below + height < frame.bottom ? below : above > frame.top ? above : frame.bottom - height - 8;
     element.style.left = `${x + 18 + width > frame.right ? Math.max(x - width - 18, 4) : x + 18}px`;
     element.style.top = `${y}px`;
@@ -61,7 +81,10 @@ function eventBox(trace, member, event, flows, dark) {
   const facts = factsOf(trace, member, event);
   const kind = KINDS[member.codes[event]];
   const swatch = h("span", { class: "swatch", style: `background: ${fill(member.codes[event], 0, dark)}` });
-  const lines = [h("h3", {}, swatch, titleOf(kind, facts)), h("p", { class: "where" }, whereOf(trace, member, facts))];
+  const lines = [
+    h("h3", {}, swatch, titleOf(kind, facts)),
+    h("p", { class: "where" }, whereOf(trace, member, facts)),
+  ];
   lines.push(timesOf(facts));
   const notes = flows.map(({ from, to, into, value }) =>
     into
@@ -85,7 +108,9 @@ function whereOf({ header }, member, { stage, microbatch, kind }) {
   if (stage >= 0) {
     const [start, stop] = header.layers[stage];
     parts.unshift(`stage ${stage}`);
-    parts.push(stop - start > 1 ? `layers ${start} to ${stop - 1}` : `layer ${header.layer_names[start] ?? start}`);
+    parts.push(
+      stop - start > 1 ? `layers ${start} to ${stop - 1}` : `layer ${header.layer_names[start] ?? start}`,
+    );
   }
   if ("rs".includes(kind) && microbatch >= 0) parts.unshift(`microbatch ${microbatch}`);
   return parts.join(" · ");
@@ -93,11 +118,24 @@ function whereOf({ header }, member, { stage, microbatch, kind }) {
 
 function timesOf({ start, end, duration, predicted }) {
   const row = (name, measured, guess) =>
-    h("tr", {}, h("th", {}, name), h("td", {}, exact(measured)),
-      ...(predicted ? [h("td", {}, exact(guess)), h("td", {}, signed(measured - guess))] : []));
-  const head = predicted ? [h("tr", {}, ...["", "measured", "predicted", "delta"].map((name) => h("th", {}, name)))] : [];
-  return h("table", {}, ...head, row("start", start, predicted?.start), row("end", end, predicted?.end),
-    row("duration", duration, predicted?.duration));
+    h(
+      "tr",
+      {},
+      h("th", {}, name),
+      h("td", {}, exact(measured)),
+      ...(predicted ? [h("td", {}, exact(guess)), h("td", {}, signed(measured - guess))] : []),
+    );
+  const head = predicted
+    ? [h("tr", {}, ...["", "measured", "predicted", "delta"].map((name) => h("th", {}, name)))]
+    : [];
+  return h(
+    "table",
+    {},
+    ...head,
+    row("start", start, predicted?.start),
+    row("end", end, predicted?.end),
+    row("duration", duration, predicted?.duration),
+  );
 }
 
 function curveBox(traces, curve, time) {
@@ -107,7 +145,9 @@ function curveBox(traces, curve, time) {
     const values = curveOf(traces, member);
     const value = valueAt(member, values, time);
     const text = inBytes(traces) ? bytes(value) : count(value, "live activation");
-    lines.push(h("p", {}, traces.length > 1 ? `${traces[which].run}, step ${traces[which].step}: ${text}` : text));
+    lines.push(
+      h("p", {}, traces.length > 1 ? `${traces[which].run}, step ${traces[which].step}: ${text}` : text),
+    );
   }
   return lines;
 }

@@ -32,14 +32,20 @@ function readMember(columns, number, header) {
   const all = {
     code: codes,
     // Thin lanes are too thin for shades.
-    shade: Uint8Array.from(codes, (code, event) => (KINDS[code].lane === COMPUTE && shades.get(columns.stage[event])) || 0),
+    shade: Uint8Array.from(
+      codes,
+      (code, event) => (KINDS[code].lane === COMPUTE && shades.get(columns.stage[event])) || 0,
+    ),
     microbatch: Int32Array.from(columns.microbatch),
     start: columns.start,
     end: columns.end,
   };
   const lanes = {};
   for (const lane of [COMPUTE, WAIT, COLLECTIVE]) {
-    lanes[lane] = makeLane(all, events.filter((event) => KINDS[codes[event]].lane === lane));
+    lanes[lane] = makeLane(
+      all,
+      events.filter((event) => KINDS[codes[event]].lane === lane),
+    );
   }
   const computes = events.filter((event) => COMPUTES.includes(columns.kind[event]));
   const predicted = header.predicted && {
@@ -48,7 +54,12 @@ function readMember(columns, number, header) {
   };
   if (predicted) lanes[PREDICTED] = makeLane({ ...all, ...predicted }, computes);
   return {
-    ...columns, number, stages, codes, lanes, predicted,
+    ...columns,
+    number,
+    stages,
+    codes,
+    lanes,
+    predicted,
     actions: computes.length,
     reach: columns.end.reduce((latest, end) => Math.max(latest, end), 0),
   };
@@ -64,7 +75,11 @@ function spread(length, events, values) {
 // The events of a lane, ascending by start. `reach[i]` is the latest end of the first i + 1, which ascends even
 // where events overlap: a binary search in it finds the first one that can still be seen.
 function makeLane(all, events) {
-  const lane = { length: events.length, event: Int32Array.from(events), reach: new Float64Array(events.length) };
+  const lane = {
+    length: events.length,
+    event: Int32Array.from(events),
+    reach: new Float64Array(events.length),
+  };
   for (const [name, type] of Object.entries(COLUMNS)) {
     lane[name] = type.from(events, (event) => all[name][event]);
   }
@@ -73,7 +88,13 @@ function makeLane(all, events) {
   return lane;
 }
 
-const COLUMNS = { code: Uint8Array, shade: Uint8Array, microbatch: Int32Array, start: Float64Array, end: Float64Array };
+const COLUMNS = {
+  code: Uint8Array,
+  shade: Uint8Array,
+  microbatch: Int32Array,
+  start: Float64Array,
+  end: Float64Array,
+};
 
 // The positions [first, last) of a lane that a range of time can touch.
 export function visible(lane, [from, to]) {
@@ -83,18 +104,20 @@ export function visible(lane, [from, to]) {
 // The position of the event at a time, or of the nearest within `slack`; -1 if there is none.
 export function eventAt(lane, time, slack) {
   const [first, last] = visible(lane, [time - slack, time + slack]);
-  let best = -1, nearest = Infinity;
+  let best = -1,
+    nearest = Infinity;
   for (let position = first; position < last; position++) {
     const gap = Math.max(lane.start[position] - time, time - lane.end[position], 0);
     // The last of those under the pointer: drawn last, it lies on top.
-    if (gap <= slack && gap <= nearest) (nearest = gap), (best = position);
+    if (gap <= slack && gap <= nearest) ((nearest = gap), (best = position));
   }
   return best;
 }
 
 // Time of each kind within a range, summed over members, with the number of events it touches.
 export function totals(trace, [from, to]) {
-  const time = {}, events = {};
+  const time = {},
+    events = {};
   for (const member of trace.members) {
     for (const id of [COMPUTE, WAIT, COLLECTIVE]) {
       const lane = member.lanes[id];
@@ -115,7 +138,8 @@ export function totals(trace, [from, to]) {
 
 // The first position whose value is greater than `value`, in an ascending column.
 export function firstOver(column, value) {
-  let low = 0, high = column.length;
+  let low = 0,
+    high = column.length;
   while (low < high) {
     const middle = (low + high) >> 1;
     if (column[middle] > value) high = middle;
