@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from pipe.timeline import PLUGIN, SCALARS, TAG
 
 _ALL = 1_000_000  # a provider wants to be told how many points of a series are enough
+
+_AT_ONCE = 16
 
 
 class NotFound(Exception):
@@ -44,8 +48,13 @@ class Provided:
         if step not in series[run]:
             steps = list(series[run])
             raise NotFound(f"run {run!r} has no trace of step {step}; it has {_range(steps)}")
-        read, asked = self._provider.read_blob, self._asked["ctx"]
-        return [read(asked, blob_key=reference.blob_key) for reference in series[run][step].values]
+        return self._read_blobs([reference.blob_key for reference in series[run][step].values])
+
+    def _read_blobs(self, keys: list[str]) -> list[bytes]:
+        """All at once: a call of the fast data server takes 40 ms, whatever it brings."""
+        read = partial(self._provider.read_blob, self._asked["ctx"])
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(lambda key: read(blob_key=key), keys))
 
     def _series(self, runs: list[str] | None) -> dict[str, dict[int, Any]]:
         """By run and step, what refers to the blobs; ascending steps."""
