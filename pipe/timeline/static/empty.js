@@ -2,12 +2,12 @@
 
 import { h } from "./dom.js";
 
-export function createNotice(reload) {
+export function createNotice(on) {
   const element = h("div", { class: "notice", role: "status" });
   return {
     element,
     show(state) {
-      const content = contentOf(state, reload);
+      const content = contentOf(state, on);
       element.hidden = !content;
       // While a next step loads, the one before it stays to be seen.
       element.classList.toggle("veil", Boolean(state.trace && !state.error));
@@ -16,15 +16,16 @@ export function createNotice(reload) {
   };
 }
 
-function contentOf(state, reload) {
+function contentOf(state, on) {
   if (state.error) {
     return [
       h("h2", {}, state.error.title),
       h("pre", {}, state.error.message),
-      h("button", { onclick: reload }, "Try again"),
+      h("button", { onclick: on.reload }, "Try again"),
     ];
   }
-  if (state.loading) return [h("p", { class: "loading" }, "Loading …")];
+  if (state.opening || (state.compare && !state.compare.trace))
+    return [h("p", { class: "loading" }, "Loading …")];
   if (state.run === null) {
     return [
       h("h2", {}, "No traced steps yet"),
@@ -39,7 +40,7 @@ function contentOf(state, reload) {
         h("code", {}, "trace_every=10"),
         ".",
       ),
-      h("button", { onclick: reload }, "Look again"),
+      h("button", { onclick: on.reload }, "Look again"),
     ];
   }
   return null;

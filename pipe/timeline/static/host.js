@@ -38,6 +38,7 @@ export function readLink() {
 export function writeLink(values) {
   try {
     const { location, history } = window.parent;
+    if (!location.hash.startsWith("#pipeline")) return; // another tab is in front
     const others = location.hash
       .slice(1)
       .split("&")

@@ -15,8 +15,24 @@ export const KEYS = [
   ["?", "this help"],
 ];
 
-// on: one function a key, by `event.key` in lower case.
+// on: what people may want, by name: see app.js.
 export function followKeys(on) {
+  const actions = {
+    w: () => on.zoom(1.25),
+    s: () => on.zoom(1 / 1.25),
+    a: () => on.pan(-0.12),
+    d: () => on.pan(0.12),
+    f: on.fit,
+    z: on.zoomToSelection,
+    arrowleft: on.previous,
+    arrowright: on.next,
+    " ": on.play,
+    x: on.slowest,
+    p: on.predicted,
+    c: on.pin,
+    escape: on.letGo,
+    "?": on.help,
+  };
   window.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const { target } = event;
@@ -25,8 +41,8 @@ export function followKeys(on) {
     if (target.matches?.("select, input[type=text], input[type=number]")) return;
     if (target.matches?.("input[type=range]") && key.startsWith("arrow")) return;
     if (target.matches?.("button, input, a") && [" ", "enter"].includes(key)) return;
-    if (!on[key]) return;
+    if (!actions[key]) return;
     event.preventDefault();
-    on[key]();
+    actions[key]();
   });
 }

@@ -50,7 +50,7 @@ export function followPointer(chart, on) {
     if (!drag) return on.hover(chart.under(x, y), x, y);
     drag.moved ||= Math.abs(x - drag.x) >= MOVED;
     if (!drag.moved) return;
-    on.hover(null, x, y);
+    on.hover(null, null, null); // no box in the way of a drag
     if (drag.pans) {
       const length = drag.range[1] - drag.range[0];
       on.range(panned(drag.range, ((drag.x - x) / chart.scene.width) * length, chart.scene.whole));

@@ -41,8 +41,8 @@ function contents(trace, [from, to], sums, dark, on) {
       {},
       "Selected range",
       h("span", { class: "stretch" }),
-      h("button", { onclick: on.zoom, title: "Z" }, "Zoom"),
-      h("button", { onclick: on.clear, title: "Esc" }, "Clear"),
+      h("button", { onclick: on.zoomToSelection, title: "Z" }, "Zoom"),
+      h("button", { onclick: () => on.select(null), title: "Esc" }, "Clear"),
     ),
     h(
       "p",

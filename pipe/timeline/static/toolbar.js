@@ -5,14 +5,13 @@ import { rough } from "./format.js";
 import { exportAddress } from "./server.js";
 import { createSlider } from "./slider.js";
 
-// on: {run(name), step(number), go(by), play(), slowest(), compareRun(name), compareStep(number), predicted(),
-// fit(), help()}
+// on: what people may want, by name: see app.js.
 export function createToolbar(on) {
   const run = h("select", { id: "run", title: "Run", onchange: () => on.run(run.value) });
   const slider = createSlider(on.step);
   const step = h("output", { id: "step", for: "slider" });
-  const back = button("previous", "Previous step (←)", () => on.go(-1));
-  const next = button("next", "Next step (→)", () => on.go(+1));
+  const back = button("previous", "Previous step (←)", on.previous);
+  const next = button("next", "Next step (→)", on.next);
   const play = button("play", "Play through the steps (space)", on.play);
   const slowest = h(
     "button",
