@@ -8,12 +8,13 @@ import json
 import os
 import re
 import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import Tab, browser, missing, tensorboard
+from browsing import ALONE, PATIENCE, Tab, browser, missing, tensorboard
 from timeline.synthetic import plan_of, write_run
 
 from pipe.timeline.summary import summarize
@@ -44,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runs]:
         "virtual": write_run(
             logdir / "virtual", plan_of("interleaved(2)", 4, 8), slow, steps=3, every=10, memory=True
         ),
-        "large": write_run(logdir / "large", plan_of("1f1b", 16, 256), costs, steps=1),
+        "wide": write_run(logdir / "wide", plan_of("1f1b", 16, 256), costs, steps=1),
     }
 
 
@@ -85,15 +86,15 @@ def actions(trace: Trace) -> int:
     return sum(action.op in COMPUTE for program in trace.plan.programs for action in program)
 
 
-def test_tab_appears_and_shows_the_last_step_of_the_first_run(tab: Tab, runs: tuple[Path, Runs]) -> None:
+def test_tab_appears_and_shows_the_last_step_of_the_first_run(tab: Tab, plain: list[Trace]) -> None:
     tab.page.goto(tab.address)
     tab.page.get_by_role("tab", name="Pipeline").click()
-    tab.wait("large@0")
-    assert tab["bars.total"] == tab["bars.drawn"] == actions(runs[1]["large"][0]) == 2 * 16 * 256
+    tab.wait("plain@4")
+    assert tab["bars.total"] == actions(plain[4])
 
 
 def test_bars_are_the_actions_of_the_plan(tab: Tab, plain: list[Trace], virtual: list[Trace]) -> None:
-    tab.open("run=plain&step=2", "plain@2")
+    tab.open("run=plain&step=2", "plain@2", alone=True)
     assert tab["bars.total"] == tab["bars.drawn"] == actions(plain[2]) == 24
     assert tab["rows"] == 2
     tab.frame.select_option("#run", "virtual")
@@ -132,7 +133,7 @@ def test_pointing_at_a_bar_shows_its_numbers(tab: Tab, virtual: list[Trace]) -> 
 def test_arrows_join_a_send_and_its_receive(tab: Tab, virtual: list[Trace]) -> None:
     member = virtual[0].members[1]
     event = next(at for at, kind in enumerate(member.kind) if kind == "F" and member.stage[at] == 1)
-    tab.open("run=virtual&step=0", "virtual@0")
+    tab.open("run=virtual&step=0", "virtual@0", alone=True)
     tab.point(1, event)
     into, out = sorted(tab["hover.flows"], key=lambda flow: not flow["into"])
     assert [into["from"]["rank"], into["to"]["rank"], into["value"]] == [0, 1, "a"]
@@ -148,7 +149,7 @@ def test_arrows_join_a_send_and_its_receive(tab: Tab, virtual: list[Trace]) -> N
 
 
 def test_zoom_pan_and_fit(tab: Tab) -> None:
-    tab.open("run=plain&step=0", "plain@0")
+    tab.open("run=plain&step=0", "plain@0", alone=True)
     whole, total = tab["whole"], tab["bars.total"]
     assert tab["range"] == [0, whole]
     tab.page.mouse.move(*tab.place(0, 8))
@@ -179,7 +180,7 @@ def test_zoom_pan_and_fit(tab: Tab) -> None:
 
 
 def test_selected_range_is_added_up(tab: Tab, plain: list[Trace]) -> None:
-    tab.open("run=plain&step=0", "plain@0")
+    tab.open("run=plain&step=0", "plain@0", alone=True)
     trace = plain[0]
     x, y = tab.place(0, 3)
     tab.page.mouse.move(x, y)
@@ -211,7 +212,7 @@ def test_selected_range_is_added_up(tab: Tab, plain: list[Trace]) -> None:
 
 
 def test_going_through_steps(tab: Tab, plain: list[Trace]) -> None:
-    tab.open("run=plain&step=0", "plain@0")
+    tab.open("run=plain&step=0", "plain@0", alone=True)
     assert tab.frame.locator("#previous").is_disabled()
     tab.frame.click("#next")
     tab.wait("plain@1")
@@ -233,7 +234,7 @@ def test_going_through_steps(tab: Tab, plain: list[Trace]) -> None:
 
 
 def test_runs_and_steps_are_compared_on_one_axis(tab: Tab, plain: list[Trace], virtual: list[Trace]) -> None:
-    tab.open("run=plain&step=1", "plain@1")
+    tab.open("run=plain&step=1", "plain@1", alone=True)
     tab.frame.select_option("#compare-run", "virtual")
     tab.until("it.compare && it.compare.run === 'virtual'")
     tab.frame.select_option("#compare-step", "20")
@@ -255,7 +256,7 @@ def test_runs_and_steps_are_compared_on_one_axis(tab: Tab, plain: list[Trace], v
 
 
 def test_measured_over_predicted(tab: Tab, plain: list[Trace]) -> None:
-    tab.open("run=plain&step=1", "plain@1")
+    tab.open("run=plain&step=1", "plain@1", alone=True)
     events = tab["bars.events"]
     tab.frame.check("#predicted")
     tab.until("it.predicted")
@@ -269,7 +270,7 @@ def test_measured_over_predicted(tab: Tab, plain: list[Trace]) -> None:
 
 def test_summary_is_the_servers(tab: Tab, virtual: list[Trace]) -> None:
     summary = summarize(virtual[0])
-    tab.open("run=virtual&step=0", "virtual@0")
+    tab.open("run=virtual&step=0", "virtual@0", alone=True)
     text = tab.frame.locator(".summary").inner_text()
     assert f"{summary.bubble * 100:.1f} %" in text
     for sentence in summary.advice:
@@ -310,7 +311,7 @@ def test_links_lead_to_what_was_seen(tab: Tab) -> None:
 
 
 def test_export(tab: Tab, plain: list[Trace]) -> None:
-    tab.open("run=plain&step=1", "plain@1")
+    tab.open("run=plain&step=1", "plain@1", alone=True)
     content = {}
     for form in ("chrome", "csv", "svg"):
         with tab.page.expect_download() as download:
@@ -323,7 +324,7 @@ def test_export(tab: Tab, plain: list[Trace]) -> None:
 
 
 def test_a_step_that_cannot_be_read_says_why(tab: Tab) -> None:
-    tab.open("run=plain&step=1", "plain@1")
+    tab.open("run=plain&step=1", "plain@1", alone=True)
     tab.frame.evaluate("window.pipeline.state.runs.plain[2].step = 77")  # as if it had been dropped meanwhile
     tab.key("ArrowRight")
     tab.frame.wait_for_selector("body[data-state='broken']")
@@ -336,7 +337,7 @@ def test_a_step_that_cannot_be_read_says_why(tab: Tab) -> None:
 
 
 def test_help_lists_the_keys(tab: Tab) -> None:
-    tab.open("run=plain&step=1", "plain@1")
+    tab.open("run=plain&step=1", "plain@1", alone=True)
     tab.key("?")
     assert tab.frame.locator("dialog").is_visible()
     assert "zoom in and out" in tab.frame.locator("dialog").inner_text()
@@ -345,7 +346,8 @@ def test_help_lists_the_keys(tab: Tab) -> None:
 
 
 def test_sixteen_ranks_are_drawn_quickly(tab: Tab, capsys: pytest.CaptureFixture[str]) -> None:
-    tab.open("run=large&step=0", "large@0")
+    tab.open("run=wide&step=0", "wide@0", alone=True)
+    assert tab["bars.total"] == tab["bars.drawn"] == 2 * 16 * 256
     took = tab.frame.evaluate("Array.from({length: 20}, () => window.pipeline.measure())")
     with capsys.disabled():
         print(f"\na frame of {tab['bars.events']} events: {statistics.median(took):.0f} ms (median of 20)")
@@ -354,9 +356,16 @@ def test_sixteen_ranks_are_drawn_quickly(tab: Tab, capsys: pytest.CaptureFixture
 
 def test_without_runs_it_says_how_to_make_one(context: Any, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
-    with tensorboard(tmp_path / "none", "--load_fast", "false") as address:
+    with tensorboard(tmp_path / "none", "--load_fast", "false", "--reload_interval", "1") as address:
         page = context.new_page()
-        page.goto(f"{address}data/plugin_entry.html?name=pipeline")
+        page.goto(f"{address}{ALONE}")
         page.wait_for_selector("body[data-state='empty']")
         assert "tensorboard=runs" in page.locator(".notice").inner_text()
+        write_run(tmp_path / "none" / "first", steps=2)
+        deadline = time.monotonic() + PATIENCE
+        while page.locator("body[data-ready='first@1']").count() == 0:
+            assert time.monotonic() < deadline
+            page.wait_for_timeout(500)
+            if page.locator(".notice button").is_visible():
+                page.locator(".notice button").click()
         page.close()

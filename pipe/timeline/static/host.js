@@ -47,7 +47,9 @@ export function writeLink(values) {
       .filter(([, value]) => value !== null && value !== undefined && value !== "")
       .map(([key, value]) => `${PREFIX}${key}=${encodeURIComponent(value)}`);
     const hash = `#${[...others, ...ours].join("&")}`;
-    if (hash !== location.hash) history.replaceState(history.state, "", hash);
+    // With its path: a bare hash would be taken relative to a base that the document may have.
+    const address = location.pathname + location.search + hash;
+    if (hash !== location.hash) history.replaceState(history.state, "", address);
   } catch {
     // The page works as well without a link to it.
   }
