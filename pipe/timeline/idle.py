@@ -55,7 +55,7 @@ class Idle(NamedTuple):
 
 def idle(trace: Trace) -> Idle:
     """The whole step of every member, each tick with one cause, or busy."""
-    begin, end = _schedule(trace)
+    begin, end = schedule_of(trace)
     duration = max([int(ticks(trace.header.duration)), end, *map(_last, trace.members)])
     sources = trace.header.num_stages + 1
     labels = _FIRST_WAIT + len(_VALUES) * sources
@@ -69,6 +69,22 @@ def idle(trace: Trace) -> Idle:
     causes = table[:, : len(CAUSES)]
     causes[:, [_ACTIVATION, _GRADIENT]] = waits.sum(axis=2)
     return Idle(begin, end, duration, table[:, _BUSY], causes, waits)
+
+
+def schedule_of(trace: Trace) -> tuple[int, int]:
+    """In ticks: when the first member's agreement is over; when the last computation or reduction is."""
+    ends = [ticks(member.end[member.is_compute | (member.kind == "g")]) for member in trace.members]
+    end = int(np.concatenate(ends).max(initial=0))
+    return min((_agreed(member, end) for member in trace.members), default=0), end
+
+
+def busy_of(member: Member) -> int:
+    """In ticks: how long it computes, where nothing is wanted of `idle` but that."""
+    starts, ends = (np.maximum(ticks(times[member.is_compute]), 0) for times in (member.start, member.end))
+    by_start = np.argsort(starts, kind="stable")
+    starts, ends = starts[by_start], ends[by_start]
+    covered = np.concatenate([[0], np.maximum.accumulate(ends)])[:-1]  # no time counts twice
+    return int(np.maximum(ends - np.maximum(starts, covered), 0).sum())
 
 
 def _paint(canvas: _Canvas, member: Member, received: Receives, end: int, sources: int) -> None:
@@ -141,13 +157,6 @@ class _Canvas:
     def totals(self, labels: int) -> Ints:
         """By label, how long."""
         return np.bincount(self.labels, np.diff(self.times), labels).astype(np.int64)
-
-
-def _schedule(trace: Trace) -> tuple[int, int]:
-    """When the first member's agreement is over; when the last computation or reduction is."""
-    ends = [ticks(member.end[member.is_compute | (member.kind == "g")]) for member in trace.members]
-    end = int(np.concatenate(ends).max(initial=0))
-    return min((_agreed(member, end) for member in trace.members), default=0), end
 
 
 def _agreed(member: Member, end: int) -> int:

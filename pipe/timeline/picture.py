@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from pipe.timeline.chrome import label
-from pipe.timeline.idle import idle
-from pipe.timeline.summary import bubble_of
+from pipe.timeline.summary import scalars_of
 from pipe.timeline.trace import COMPUTE, KINDS, Member, Trace
 
 # Okabe and Ito's colours, which the colour-blind tell apart, each with the colour of the text on it.
@@ -63,7 +62,7 @@ def _pitch() -> int:
 
 def _title(trace: Trace) -> str:
     header = trace.header
-    bubble = bubble_of(idle(trace))
+    bubble = scalars_of(trace)["bubble"]
     return (
         f"step {header.step}: {milliseconds(header.duration)}, bubble {bubble:.1%}; {header.schedule}, "
         f"{header.ranks} ranks, {header.microbatches} microbatches"

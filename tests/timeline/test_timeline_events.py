@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import synthetic
@@ -183,7 +184,8 @@ def test_a_thread_that_fails_later(trace: Trace, tmp_path: Path, monkeypatch: py
         raise OSError("disk on fire")
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # it also prints its error
-    records = theirs.file_writer.event_writer._async_writer._writer
+    file_writer: Any = theirs.file_writer
+    records = file_writer.event_writer._async_writer._writer
     monkeypatch.setattr(records, "write", fail)
     theirs.add_scalar("loss", 1.0)
     for _ in range(2):

@@ -131,7 +131,7 @@ def test_names_are_escaped(trace: Trace) -> None:
 
 def test_an_empty_step_has_a_picture(trace: Trace) -> None:
     none = np.zeros(0, np.int64)
-    columns = {name: none for name in ("stage", "microbatch", "peer", "live")}
+    columns: dict[str, Any] = {name: none for name in ("stage", "microbatch", "peer", "live")}
     members = tuple(
         dataclasses.replace(
             member,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipe.timeline.costs import costs_of, predict
-from pipe.timeline.idle import CAUSES, idle
-from pipe.timeline.summary import Summary, bubble_of, scalars_of, summarize, summary_data
-from pipe.timeline.trace import TICKS, Clock, Member, Trace, TraceError
+from pipe.timeline.idle import CAUSES, busy_of, idle
+from pipe.timeline.summary import Summary, scalars_of, summarize, summary_data
+from pipe.timeline.trace import TICKS, Clock, Member, Sends, Trace, TraceError, joined
 from schedules import COMPUTE, SCHEDULES, Costs, Plan, add_collectives, forward_only, simulate
 
 NAMES = [name for name in SCHEDULES if name != "auto"]
@@ -85,8 +86,7 @@ def test_waits_name_their_stage() -> None:
 
 def test_waits_without_sends_are_guessed_from_the_peer() -> None:
     trace = synthetic.trace(synthetic.plan_of("interleaved", 3, 6), Costs(latency=0.5))
-    none = Member.__dataclass_fields__["sends"].default_factory()  # type: ignore[misc]
-    bare = Trace(trace.header, tuple(dataclasses.replace(m, sends=none) for m in trace.members))
+    bare = Trace(trace.header, tuple(dataclasses.replace(m, sends=Sends.none()) for m in trace.members))
     assert [m.waits for m in summarize(bare).members] == [m.waits for m in summarize(trace).members]
 
 
@@ -105,6 +105,7 @@ def test_sums_hold_whatever_the_clocks_say(name: str, ranks: int, microbatches: 
     trace = synthetic.trace(synthetic.plan_of(name, ranks, microbatches), Costs(**UNEVEN))
     members = tuple(_shaken(member, random) for member in trace.members)
     times = idle(Trace(trace.header, members))
+    assert times.busy.tolist() == [busy_of(member) for member in members]
     assert (times.causes.sum(axis=1) == times.duration - times.busy).all()
     assert (times.causes >= 0).all()
 
@@ -150,7 +151,10 @@ def test_moving_a_layer() -> None:
     layers   0  1 | 2  3  4  5 | 6  7        2  2  2  2 2 2 2   3  3 units of F + B
     """
     plan = synthetic.plan_of("1f1b", 3, 12)
-    layers = {"layers": ((0, 2), (2, 6), (6, 8)), "layer_names": tuple(f"{i} Linear" for i in range(8))}
+    layers: dict[str, Any] = {
+        "layers": ((0, 2), (2, 6), (6, 8)),
+        "layer_names": tuple(f"{i} Linear" for i in range(8)),
+    }
     trace = synthetic.trace(plan, Costs(F=(2, 4, 3), B=(4, 8, 6)), **layers)
     summary = summarize(trace)
     move = summary.move
@@ -189,7 +193,7 @@ def test_words_where_no_layer_can_move() -> None:
 
 
 def test_words_on_idle_time() -> None:
-    def last(name: str, costs: Costs, **changes: float) -> str:
+    def last(name: str, costs: Costs, **changes: Any) -> str:
         return summarize(synthetic.trace(synthetic.plan_of(name, 4, 8), costs, **changes)).advice[-1]
 
     assert last("gpipe", Costs()).startswith("Warm-up and drain are 13% of the ranks' time")
@@ -252,10 +256,19 @@ def test_scalars() -> None:
     trace = synthetic.trace(synthetic.plan_of("1f1b", 2, 4), memory=True, replicas=2)
     scalars, summary = scalars_of(trace), summarize(trace)
     assert scalars["step_seconds"] == pytest.approx(summary.duration / 1e6)
-    assert scalars["bubble"] == summary.bubble == bubble_of(idle(trace))
+    assert scalars["bubble"] == summary.bubble
     assert scalars["bubble_rank_1"] == pytest.approx(summary.members[2].bubble)
     assert scalars["peak_memory_rank_0"] == 2**30 + 2 * 2**20
     assert "peak_memory_rank_0" not in scalars_of(synthetic.trace(synthetic.plan_of("1f1b", 2, 4)))
+
+
+def test_members_are_joined_on_their_clock() -> None:
+    trace = synthetic.trace(synthetic.plan_of("1f1b", 2, 4))
+    elsewhere = dataclasses.replace(trace.header, wall_time=1e9, duration=0.0)
+    again = joined(elsewhere, (member.shifted(5e6) for member in trace.members))
+    assert again.header.wall_time == 1e9 + 5 and again.header.duration == trace.header.duration
+    assert [member.start.tolist() for member in again.members] == [m.start.tolist() for m in trace.members]
+    assert again.members[1].sends.left.tolist() == trace.members[1].sends.left.tolist()
 
 
 def test_the_clocks_bound_is_told() -> None:
