@@ -117,8 +117,8 @@ class Tab:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
     def _heard(self, message: Any) -> None:
-        # TensorBoard asks for its fonts at the wrong place where there is a --path_prefix, and the browser for
-        # an icon of a page alone.
+        # TensorBoard asks for its fonts at the wrong place where there is a --path_prefix, the browser for an
+        # icon of a page alone.
         url = message.location.get("url", "")
         if message.type == "error" and "/font-roboto/" not in url and not url.endswith("/favicon.ico"):
             self.complaints.append(f"{message.text} ({url})")

@@ -53,8 +53,9 @@ def _synthetic(logdir: Path) -> Iterator[Shot]:
 
     from schedules import Costs, add_collectives
 
-    costs, some = Costs(latency=0.05), {"steps": 6, "options": "chunks=8 tensorboard=runs"}
-    interleaved = {"memory": True, "schedule": "interleaved(2)", **some}
+    costs = Costs(latency=0.05)
+    some: dict[str, Any] = {"steps": 6, "options": "chunks=8 tensorboard=runs"}
+    interleaved: dict[str, Any] = {"memory": True, "schedule": "interleaved(2)", **some}
     write_run(logdir / "two", plan_of("1f1b", 2, 8), costs, schedule="1f1b", **some)
     slow = Costs(F=[1, 1, 1, 1.5, 1, 1, 1, 1], B=[2, 2, 2, 3, 2, 2, 2, 2], latency=0.05)
     write_run(logdir / "virtual", plan_of("interleaved(2)", 4, 8), slow, **interleaved)
@@ -120,4 +121,4 @@ def _selected(tab: Tab) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:3]), *sys.argv[3:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None, *sys.argv[3:])
