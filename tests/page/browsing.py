@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipe.timeline.trace import COMPUTE, Trace
+
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = [
     "--no-sandbox",
@@ -39,6 +41,11 @@ def missing() -> str | None:
     except ImportError:
         return "playwright is not there: pip install playwright (its own browsers are not needed)"
     return None
+
+
+def actions(trace: Trace) -> int:
+    """What a step's bars are: the plan's computations."""
+    return sum(action.op in COMPUTE for program in trace.plan.programs for action in program)
 
 
 @contextmanager
@@ -122,6 +129,14 @@ class Tab:
         url = message.location.get("url", "")
         if message.type == "error" and "/font-roboto/" not in url and not url.endswith("/favicon.ico"):
             self.complaints.append(f"{message.text} ({url})")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """No test may leave an error on the console, or ask another host for anything."""
+        self.complaints.clear()
+        yield
+        assert self.complaints == []
+        assert self.hosts == {self.address.split("/")[2]}
 
     @property
     def frame(self) -> Any:

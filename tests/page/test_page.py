@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
 import statistics
 import time
@@ -14,19 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import ALONE, PATIENCE, Tab, browser, missing, tensorboard
+from browsing import ALONE, PATIENCE, Tab, actions, tensorboard
 from timeline.synthetic import plan_of, write_run
 
 from pipe.timeline.summary import summarize
-from pipe.timeline.trace import COMPUTE, Trace
+from pipe.timeline.trace import Trace
 from schedules import Costs
 
-WITHOUT = missing()
-pytestmark = [
-    # In CI a missing browser is an error: there, `chromium` fails.
-    pytest.mark.skipif(WITHOUT is not None and os.environ.get("CI") != "true", reason=str(WITHOUT)),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.timeout(180)
 
 PREFIX = "/behind/a/proxy"
 FRAME = 150.0
@@ -50,13 +44,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runs]:
 
 
 @pytest.fixture(scope="module")
-def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    assert WITHOUT is None, WITHOUT
-    with browser(tmp_path_factory.mktemp("chromium")) as context:
-        yield context
-
-
-@pytest.fixture(scope="module")
 def opened(runs: tuple[Path, Runs], context: Any) -> Iterator[Tab]:
     with tensorboard(runs[0], "--path_prefix", PREFIX, "--load_fast", "false") as address:
         assert PREFIX in address
@@ -65,11 +52,8 @@ def opened(runs: tuple[Path, Runs], context: Any) -> Iterator[Tab]:
 
 @pytest.fixture
 def tab(opened: Tab) -> Iterator[Tab]:
-    """The open page; no test may leave an error on its console, or ask another host for anything."""
-    opened.complaints.clear()
-    yield opened
-    assert opened.complaints == []
-    assert opened.hosts == {opened.address.split("/")[2]}
+    with opened.watched():
+        yield opened
 
 
 @pytest.fixture
@@ -80,10 +64,6 @@ def plain(runs: tuple[Path, Runs]) -> list[Trace]:
 @pytest.fixture
 def virtual(runs: tuple[Path, Runs]) -> list[Trace]:
     return runs[1]["virtual"]
-
-
-def actions(trace: Trace) -> int:
-    return sum(action.op in COMPUTE for program in trace.plan.programs for action in program)
 
 
 def test_tab_appears_and_shows_the_last_step_of_the_first_run(tab: Tab, plain: list[Trace]) -> None:
