@@ -1,12 +1,18 @@
-"""Takes pictures of the page: `python tests/page/screenshots.py OUT [LOGDIR RUN [RUN]]`.
+"""Takes pictures of the page.
 
-Of a directory's runs, for docs/timeline.md: the last step of the first run in both modes, a zoomed one with
-arrows, a selection, and, with a second run, the comparison. Without a directory: of synthetic runs, to be
-looked at after a change of the page.
+    python tests/page/screenshots.py docs                           those of docs/timeline.md, in two minutes
+    python tests/page/screenshots.py OUT --synthetic                to be looked at after a change of the page
+    python tests/page/screenshots.py OUT --runs LOGDIR RUN OTHER    of runs of your own
+
+Those of docs/timeline.md are of two runs of examples/train_gpt.py on two local ranks, which it makes: one
+whose first stage is too long, and a balanced one. It prints what `python -m pipe timeline` says of the first.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,34 +24,58 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from browsing import Tab, browser, tensorboard  # noqa: E402
 
+MAPS = {"uneven": "0:0-7,1:7-10", "even": "0:0-5,1:5-10"}
+"""Runs of the example, and what they are cut into."""
+
 Shot = tuple[str, str, Callable[[Tab], None]]
 
 
-def main(out: Path, logdir: Path | None = None, *runs: str) -> None:
-    out.mkdir(parents=True, exist_ok=True)
+def main() -> None:
+    args = parse_arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
-        if logdir is None:
-            logdir = Path(directory) / "runs"
+        logdir = Path(directory) / "runs"
+        if args.runs:
+            logdir, shots = Path(args.runs[0]), _of_runs(*args.runs[1:])
+        elif args.synthetic:
             shots = list(_synthetic(logdir))
         else:
-            shots = list(_of_runs(*runs))
+            _run_example(Path(directory))
+            shots = _of_runs(*MAPS)
         with tensorboard(logdir) as address, browser(Path(directory) / "profile") as context:
             tab = Tab(context.pages[0], address)
             for name, link, then in shots:
                 tab.open(link)
                 then(tab)
                 tab.page.wait_for_timeout(300)
-                tab.page.screenshot(path=out / f"{name}.png")
-                print(f"{name}.png: {(out / f'{name}.png').stat().st_size / 1e3:.0f} kB", *tab.complaints)
+                tab.page.screenshot(path=args.out / f"{name}.png")
+                size = (args.out / f"{name}.png").stat().st_size
+                print(f"{name}.png: {size / 1e3:.0f} kB", *tab.complaints)
 
 
-def _of_runs(run: str, other: str | None = None) -> Iterator[Shot]:
+def _run_example(folder: Path) -> None:
+    """In a folder of their own, so that the pictures show its relative paths."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    sizes = ["--steps", "60", "--dim", "128", "--sample-bytes", "1"]
+    for name, device_map in MAPS.items():
+        options = f"chunks=8 device_map={device_map} tensorboard=runs/{name} trace_every=10"
+        example = [str(ROOT / "examples" / "train_gpt.py"), *sizes, "--batch-size", "32"]
+        subprocess.run(
+            [*torchrun, *example, "--pipeline", options], cwd=folder, env=environment, check=True, timeout=600
+        )
+    command = [sys.executable, "-m", "pipe", "timeline", "runs", "--run", next(iter(MAPS))]
+    print(f"$ python {' '.join(command[1:])}", flush=True)
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=60)
+
+
+def _of_runs(run: str, other: str) -> Iterator[Shot]:
+    """The last step of the first run, and beside it the other's."""
     yield "timeline", f"run={run}", _nothing
-    yield "timeline-dark", f"run={run}", _dark(_hover(1, 0.4))
-    yield "timeline-zoomed", f"run={run}&predicted=1", _zoomed(_hover(0, 0.5))
-    yield "timeline-selected", f"run={run}", _selected
-    if other:
-        yield "timeline-compared", f"run={run}&compare={other}", _nothing
+    yield "timeline-dark", f"run={run}", _dark(_hover(0, 0.45))
+    yield "timeline-predicted", f"run={run}&predicted=1", _zoomed(_hover(1, 0.5))
+    yield "timeline-compared", f"run={run}", _compared(other)
 
 
 def _synthetic(logdir: Path) -> Iterator[Shot]:
@@ -120,5 +150,27 @@ def _selected(tab: Tab) -> None:
     tab.until("it.selection")
 
 
+def _compared(run: str) -> Callable[[Tab], None]:
+    def compare(tab: Tab) -> None:
+        step: int = tab["step"]
+        tab.frame.select_option("#compare-run", run)
+        tab.until("it.compare")
+        tab.frame.select_option("#compare-step", str(step))
+        tab.until(f"it.compare && it.compare.step === {step}")
+
+    return compare
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("out", type=Path, help="the folder for the pictures")
+    add("--synthetic", action="store_true", help="of runs that the simulator makes")
+    add("--runs", nargs=3, metavar=("LOGDIR", "RUN", "OTHER"), help="of runs that are there")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None, *sys.argv[3:])
+    main()
