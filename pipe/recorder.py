@@ -17,6 +17,7 @@ from pipe.timeline.events import Writer
 from pipe.timeline.trace import Clock, Header, Member, Trace
 from pipe.tracks import Track
 from pipe.transport import Transport
+from schedules import Plan
 
 # Traced steps between two looks at how far clocks have moved apart.
 _STEPS_BETWEEN = 100
@@ -54,6 +55,8 @@ class Recorder:
         self._traced = 0
         self._step = self._entered = 0
         self._prepared: Prepared | None = None
+        self._plan: Plan | None = None
+        self._plan_text = ""
         self._runs: Sequence[Run] = ()
         self._pending: list[tuple[int, float, Mapping[str, Any]]] = []
         self._writes = parts.rank is None or (parts.rank == 0 and parts.place.replica == 0)
@@ -78,6 +81,8 @@ class Recorder:
 
     def mark(self, kind: str) -> None:
         """Since the last mark, or the last action, all ranks of this process have done this."""
+        if kind == "g" and self._parts.resolved.dp == 1:
+            return  # there is nothing to reduce
         for run in self._runs:
             track = run.track
             assert track is not None
@@ -165,7 +170,7 @@ class Recorder:
             layers=tuple((layers.start, layers.stop) for layers in parts.resolved.device_map.stages),
             layer_names=tuple(name for name, _ in parts.layers),
             layer_sizes=tuple(size for _, size in parts.layers),
-            plan=prepared.plan.to_csv(),
+            plan=self._text_of(prepared.plan),
             duration=duration,
             clock=Clock(parts.device.type, tuple(error / 1e3 for error in self._offsets.error)),
             scalars=scalars,
@@ -181,6 +186,12 @@ class Recorder:
         if samples is not None:
             scalars["samples_per_second"] = samples / seconds
         return scalars
+
+    def _text_of(self, plan: Plan) -> str:
+        """A plan in words, which is the same for most steps."""
+        if self._plan is not plan:
+            self._plan, self._plan_text = plan, plan.to_csv()
+        return self._plan_text
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, []

@@ -102,11 +102,14 @@ def _events(
     for position, step in enumerate(program):
         stage, microbatch = step.stage.index, step.microbatch
         live, memory = track.lives[position], track.memory[position]
+        # A wait ends before its action begins: then things are as the action before has left them.
+        before = max(position - 1, 0)
+        held = track.lives[before] if position else 0, track.memory[before]
         begin, end = clock.ns(track.begins[position]), clock.ns(track.ends[position])
         if step.kind in _COMPUTES:
             arrived = track.arrivals[position]
             if arrived is not None:
-                yield Event(begin, clock.ns(arrived), "u", stage, microbatch, live=live, memory=memory)
+                yield Event(begin, clock.ns(arrived), "u", stage, microbatch, -1, "-", *held)
                 begin = clock.ns(arrived)
             ready = track.readies[position]
             source = step.takes.source
@@ -114,9 +117,8 @@ def _events(
                 if source >= 0 and placement[source] != placement[stage]:
                     value = "a" if step.takes.value == ACTIVATION else "g"
                     ready_at = clock.ns(ready)
-                    yield Event(
-                        begin, ready_at, "r", stage, microbatch, placement[source], value, live, memory
-                    )
+                    peer = placement[source]
+                    yield Event(begin, ready_at, "r", stage, microbatch, peer, value, *held)
                 begin = clock.ns(ready)
             yield Event(begin, end, _COMPUTES[step.kind], stage, microbatch, live=live, memory=memory)
         elif step.kind == Kind.SEND:

@@ -47,17 +47,17 @@ def _head(trace: Trace, summary: Summary, show: _Times) -> Iterator[str]:
         f"{header.microbatches} microbatches"
     )
     predicted = summary.predicted
-    yield f"  step time    {show.with_unit(summary.duration)}" + (
+    yield f"  step time          {show.with_unit(summary.duration)}" + (
         f" (predicted {show.with_unit(predicted.duration)})" if predicted is not None else ""
     )
-    yield f"  ideal        {show.with_unit(summary.ideal)} without the bubble"
+    yield f"  ideal              {show.with_unit(summary.ideal)} without the bubble"
     makespan = show.with_unit(summary.end - summary.begin)
-    yield f"  bubble       {summary.bubble:.1%} of the schedule's {makespan}"
-    yield f"  idle         {summary.idle_share:.1%} of the step"
+    yield f"  bubble             {summary.bubble:.1%} of the schedule's {makespan}"
+    yield f"  idle               {summary.idle_share:.1%} of the step"
     for name, value in header.scalars.items():
-        yield f"  {name:<12} {value:.6g}"
+        yield f"  {name:<18} {value:.6g}"
     if summary.clock_error:
-        yield f"  clocks       agree within {summary.clock_error / 1e3:.3f} ms"
+        yield f"  clocks             agree within {summary.clock_error / 1e3:.3f} ms"
 
 
 def _member_rows(trace: Trace, summary: Summary, show: _Times) -> Iterator[tuple[str, ...]]:

@@ -87,7 +87,7 @@ export function start(root) {
     await steps.reload(link);
     if (to > from) moving.set([from, to]);
     if (state.runs[link.compare]) {
-      await steps.compareWith(link.compare, steps.nearest(link.compare, Number(link.with)));
+      await steps.compareWith(link.compare, steps.nearest(link.compare, Number(link.with ?? state.step)));
       if (to > from) moving.set([from, to]); // the axis may be longer now
     }
   }

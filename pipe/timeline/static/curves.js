@@ -60,12 +60,14 @@ export function staircase(
       continue;
     }
     if (values[position] === value) continue;
+    if (column >= 0) path.lineTo(column, level(value)); // down from the peak, where the column ends lower
     path.lineTo(x, level(value));
     path.lineTo(x, level(values[position]));
     value = peak = values[position];
     column = x;
   }
   const end = Math.max(x, Math.min(width, Math.round((member.reach - from) * scale)));
+  if (column >= 0) path.lineTo(column, level(value));
   path.lineTo(end, level(value));
   if (closed) {
     path.lineTo(end, foot);
