@@ -25,11 +25,12 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## what an action, a split backward, a plan and ZeRO cost, beside torch's
+bench: $(READY)  ## what an action, a split backward, a plan, ZeRO and tracing cost, beside torch's
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/split.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zero.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/tracing.py
 
 format: $(READY)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

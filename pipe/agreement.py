@@ -107,7 +107,10 @@ def check_openings(openings: Sequence[Opening], name: Callable[[int], str]) -> N
     """
     named = [(name(member), opening) for member, opening in enumerate(openings)]
     _no_errors([(who, opening.error) for who, opening in named], "could not build its pipeline")
-    _same([(who, opening.options) for who, opening in named], "option strings")
+    hint = ""
+    if any("tensorboard=" in opening.options for opening in openings):
+        hint = " (tensorboard= is the same on all ranks, a SummaryWriter too: rank 0's is used)"
+    _same([(who, opening.options) for who, opening in named], "option strings", hint)
     _same([(who, opening.plan) for who, opening in named], "plans")
     _same_items([(who, opening.parameters) for who, opening in named], "models")
     _same_items([(who, opening.optimizer) for who, opening in named], "optimizer settings")
@@ -218,10 +221,10 @@ def _no_errors(errors: Sequence[tuple[str, str | None]], what: str) -> None:
         raise PeerError("; ".join(failed))
 
 
-def _same(values: Sequence[tuple[str, object]], what: str) -> None:
+def _same(values: Sequence[tuple[str, object]], what: str, hint: str = "") -> None:
     if any(value != values[0][1] for _, value in values):
         differing = "; ".join(f"{who}: {value!r}" for who, value in values)
-        raise DisagreementError(f"the ranks have different {what}: {differing}")
+        raise DisagreementError(f"the ranks have different {what}: {differing}{hint}")
 
 
 def _same_items(lists: Sequence[tuple[str, Sequence[str]]], what: str) -> None:

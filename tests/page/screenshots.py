@@ -1,11 +1,12 @@
 """Takes pictures of the page.
 
-    python tests/page/screenshots.py docs                           those of docs/timeline.md, in two minutes
+    python tests/page/screenshots.py docs                           those of docs/timeline.md, in some minutes
     python tests/page/screenshots.py OUT --synthetic                to be looked at after a change of the page
     python tests/page/screenshots.py OUT --runs LOGDIR RUN OTHER    of runs of your own
 
 Those of docs/timeline.md are of two runs of examples/train_gpt.py on two local ranks, which it makes: one
-whose first stage is too long, and a balanced one. It prints what `python -m pipe timeline` says of the first.
+whose first stage is too long, and a balanced one. Of each, the quickest step is shown: the others tell more
+of what else the machine does. It prints what `python -m pipe timeline` says of the first.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         logdir = Path(directory) / "runs"
         if args.runs:
-            logdir, shots = Path(args.runs[0]), _of_runs(*args.runs[1:])
+            logdir = Path(args.runs[0])
+            shots = list(_of_runs(logdir, *args.runs[1:]))
         elif args.synthetic:
             shots = list(_synthetic(logdir))
         else:
             _run_example(Path(directory))
-            shots = _of_runs(*MAPS)
+            shots = list(_of_runs(logdir, *MAPS))
         with tensorboard(logdir) as address, browser(Path(directory) / "profile") as context:
             tab = Tab(context.pages[0], address)
             for name, link, then in shots:
@@ -58,24 +60,34 @@ def _run_example(folder: Path) -> None:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    sizes = ["--steps", "60", "--dim", "128", "--sample-bytes", "1"]
+    sizes = ["--steps", "120", "--dim", "128", "--sample-bytes", "1"]
     for name, device_map in MAPS.items():
-        options = f"chunks=8 device_map={device_map} tensorboard=runs/{name} trace_every=10"
+        options = f"chunks=8 device_map={device_map} tensorboard=runs/{name} trace_every=5"
         example = [str(ROOT / "examples" / "train_gpt.py"), *sizes, "--batch-size", "32"]
         subprocess.run(
             [*torchrun, *example, "--pipeline", options], cwd=folder, env=environment, check=True, timeout=600
         )
-    command = [sys.executable, "-m", "pipe", "timeline", "runs", "--run", next(iter(MAPS))]
+    run = next(iter(MAPS))
+    step = str(_quickest(folder / "runs", run))
+    command = [sys.executable, "-m", "pipe", "timeline", "runs", "--run", run, "--step", step]
     print(f"$ python {' '.join(command[1:])}", flush=True)
     subprocess.run(command, cwd=folder, env=environment, check=True, timeout=60)
 
 
-def _of_runs(run: str, other: str) -> Iterator[Shot]:
-    """The last step of the first run, and beside it the other's."""
-    yield "timeline", f"run={run}", _nothing
-    yield "timeline-dark", f"run={run}", _dark(_hover(0, 0.45))
-    yield "timeline-predicted", f"run={run}&predicted=1", _zoomed(_hover(1, 0.5))
-    yield "timeline-compared", f"run={run}", _compared(other)
+def _of_runs(logdir: Path, run: str, other: str) -> Iterator[Shot]:
+    """The quickest step of the first run, and beside it the other's."""
+    shown = f"run={run}&step={_quickest(logdir, run)}"
+    yield "timeline", shown, _nothing
+    yield "timeline-dark", shown, _dark(_hover(0, 0.45))
+    yield "timeline-predicted", f"{shown}&predicted=1", _zoomed(_hover(1, 0.5))
+    yield "timeline-compared", f"{shown}&compare={other}&with={_quickest(logdir, other)}", _nothing
+
+
+def _quickest(logdir: Path, name: str) -> int:
+    from pipe.timeline.logdir import read
+
+    run = read(logdir)[name]
+    return min(run.steps[1:], key=lambda step: run.header(step).duration)  # the first is a warm-up
 
 
 def _synthetic(logdir: Path) -> Iterator[Shot]:
@@ -148,17 +160,6 @@ def _selected(tab: Tab) -> None:
     tab.page.mouse.move(x + box["width"] * 0.25, y, steps=5)
     tab.page.mouse.up()
     tab.until("it.selection")
-
-
-def _compared(run: str) -> Callable[[Tab], None]:
-    def compare(tab: Tab) -> None:
-        step: int = tab["step"]
-        tab.frame.select_option("#compare-run", run)
-        tab.until("it.compare")
-        tab.frame.select_option("#compare-step", str(step))
-        tab.until(f"it.compare && it.compare.step === {step}")
-
-    return compare
 
 
 def parse_arguments() -> argparse.Namespace:
