@@ -55,18 +55,14 @@ def test_replicas_train_as_one_on_the_whole_batch(workers: Workers, processes: i
 def test_several_microbatches_in_half_precision(workers: Workers) -> None:
     everyone = workers.run(train, 4, ["ranks=2 dp=2 chunks=3 amp=bf16 zero=2", "ranks=1 dp=4 chunks=2"])
     for results in zip(*everyone, strict=True):
-        assert len({evaluated for _, evaluated in results}) <= 4  # each replica evaluates its own share
-        assert all(
-            torch.equal(a, b) for t, _ in results for a, b in zip(t.losses, results[0][0].losses, strict=True)
-        )
-        assert all(loss.isfinite() for loss in results[0][0].losses)
+        assert len({evaluated for _, evaluated in results}) == 1
+        losses = [torch.stack(trained.losses) for trained, _ in results]
+        assert all(torch.equal(one, losses[0]) for one in losses) and losses[0].isfinite().all()
 
 
 def test_in_one_process_it_can_not_wait() -> None:
     with build("ranks=1 dp=2", model()) as pipeline:
-        with pytest.raises(
-            PipelineError, match="can't run meanwhile in the same process: run it under torchrun"
-        ):
+        with pytest.raises(PipelineError, match="can't run meanwhile in the same process"):
             pipeline.step(*CONV_BATCHNORM.data(17, 0))
 
 
