@@ -299,7 +299,7 @@ class Pipeline:
     def _fail(self, error: BaseException, runs: Sequence[Run] = (), *, trains: bool = False) -> NoReturn:
         """Ends a call that failed. In one process the next may succeed; between processes all is over."""
         for replica in self._replicas:
-            replica.forget()
+            replica.forget(for_good=self._rank is not None)
         if trains:
             self._updates.discard()
         for run in runs:

@@ -280,8 +280,8 @@ def _check_weights(rows: Sequence[Row]) -> None:
     for microbatch, weights in enumerate(zip(*(row.weights for row in rows), strict=True)):
         if 0 in weights and any(weights):
             raise ValueError(
-                f"microbatch {microbatch} weighs nothing on some replicas ({list(weights)}), and SyncBatchNorm "
-                "needs all of them: share the batch out so that each microbatch counts, or take BatchNorm"
+                f"microbatch {microbatch} weighs nothing on some replicas ({list(weights)}), where "
+                "SyncBatchNorm needs all: share the batch out so that each counts, or take BatchNorm"
             )
 
 

@@ -163,8 +163,8 @@ class Replica:
             name = held.written(in_call=True)
             if name is not None:
                 raise PipelineError(
-                    f"a layer writes to {name} in its forward (Embedding(max_norm=) does), which is a copy with "
-                    "replicas, half precision or zero=3: do it between steps, with pipeline.load_state_dict"
+                    f"a layer writes to {name} in its forward (Embedding(max_norm=) does), which is a copy "
+                    "with replicas, amp or zero=3: do it between steps, with pipeline.load_state_dict"
                 )
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -202,11 +202,16 @@ class Replica:
         for held in self.held():
             held.note_versions()
 
-    def forget(self) -> None:
-        """What a call that failed has left behind."""
+    def forget(self, *, for_good: bool) -> None:
+        """What a call that failed has left behind.
+
+        Args:
+            for_good: whether no other call will follow.
+        """
         for stage in self.stages.values():
             stage.saved.clear()
             stage.deferred.clear()
-        for holding in self.holdings.values():
-            holding.forget()
+        if for_good:
+            for holding in self.holdings.values():
+                holding.forget()
         self.rest()
