@@ -52,6 +52,7 @@ class Note:
         call: how many steps it has made.
         signatures: the first stage's rank's number for the shapes of each microbatch's input.
         environment: its own number for what else shapes its outputs (training flags, autocast and the like).
+        settings: a number for the settings of the optimizer's groups (learning rates and the like).
         trained: a number for which of its parameters train, the same in every process.
         prints: fingerprints of the inputs and the targets that it was given.
         weights: the last stage's rank's weight of each microbatch.
@@ -67,6 +68,7 @@ class Note:
     call: int = 0
     signatures: tuple[int, ...] | None = None
     environment: int = 0
+    settings: int = 0
     trained: int = 0
     weights: tuple[float, ...] | None = None
     prints: tuple[int | None, int | None] = (None, None)
@@ -138,6 +140,11 @@ def check_notes(rows: Sequence[Row], *, targeted: bool) -> int:
     check_kinds(named)
     _no_errors([(who, note.error) for who, note in named], f"can't take part in {kind}")
     _same([(who, note.call) for who, note in named], "numbers of steps made so far")
+    if len({note.settings for _, note in named}) > 1:
+        raise DisagreementError(
+            "the ranks' optimizers have different settings by now (lr, weight_decay, ...): an LR scheduler "
+            "steps on all ranks alike"
+        )
     _check_samples(rows)
     for row in rows:
         _check_row(row, kind, targeted=targeted)

@@ -85,6 +85,7 @@ class Parts:
         owners: the rank of each parameter of the unsplit model; frozen ones too, that may thaw.
         norm_dtype: of the norm over all gradients.
         shared: the frozen parameters that stages of different ranks have, by name.
+        synchronizes: whether a SyncBatchNorm waits for other replicas in its forward and backward.
         dtypes: what parameters compute in, by name, where it isn't their own type.
     """
 
@@ -102,6 +103,7 @@ class Parts:
     owners: Sequence[int]
     norm_dtype: torch.dtype
     shared: Collection[str]
+    synchronizes: bool
     dtypes: Mapping[str, torch.dtype]
     built: Built | None
 
@@ -211,6 +213,7 @@ def assemble(given: Arguments, spot: Spot) -> tuple[Opening, Parts]:
         owners=owners,
         norm_dtype=widest(parameter.dtype for _, parameter in named),
         shared=shared,
+        synchronizes=resolved.dp > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()),
         dtypes=dtypes,
         built=built,
     )
@@ -297,12 +300,24 @@ def _copies(model: nn.Sequential, place: Place, *, in_process: bool) -> Iterator
     yield place, model
     for replica in range(1, place.replicas if in_process else 1):
         try:
-            yield Place(replica, place.replicas), copy.deepcopy(model)
+            copied = copy.deepcopy(model)
+            _follow(copied, model)
+            yield Place(replica, place.replicas), copied
         except Exception as error:
             raise PipelineError(
                 "in one process each replica is a copy of the model, and copy.deepcopy makes none: "
                 f"{type(error).__name__}: {error} (under torchrun each process has its own)"
             ) from error
+
+
+def _follow(copied: nn.Module, model: nn.Module) -> None:
+    """What deepcopy leaves behind of parameters: attributes and hooks."""
+    for mine, first in zip(copied.parameters(), model.parameters(), strict=True):
+        mine.__dict__.update(first.__dict__)
+        for hook in (first._backward_hooks or {}).values():
+            mine.register_hook(hook)  # type: ignore[no-untyped-call]
+        for hook in (first._post_accumulate_grad_hooks or {}).values():
+            mine.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _precision(
@@ -338,6 +353,19 @@ def align(parts: Parts, transport: Transport) -> None:
     """Gives all replicas the first one's parameters and buffers to begin with."""
     for replica in parts.replicas:
         transport.across(replica.member(parts.local[0])).align(replica.tensors())
+
+
+def align_buffers(parts: Parts, transport: Transport) -> None:
+    """Gives all replicas the first one's buffers, as DistributedDataParallel does: what is evaluated shall be
+    what `state_dict` saves.
+    """
+    for replica in parts.replicas:
+        if parts.rank is not None:
+            transport.across(replica.member(parts.rank)).align(replica.buffers())
+        elif replica is not parts.replicas[0]:
+            with torch.no_grad():
+                for mine, first in zip(replica.buffers(), parts.replicas[0].buffers(), strict=True):
+                    mine.copy_(first)
 
 
 def hold(parts: Parts, transport: Transport) -> tuple[Opening, Updates]:
@@ -382,6 +410,9 @@ def _reduced(parts: Parts, transport: Transport, *, checks_overflow: bool) -> Re
             across=transport.across,
             home=functools.partial(home_of, offload=resolved.offload),
         )
+    for replica in parts.replicas:
+        for held in replica.held():
+            held.has_copies = len(parts.replicas) > 1
     if parts.optimizer is not None:
         install(parts.optimizer, [held for replica in parts.replicas for held in replica.held()])
     return Reduced(

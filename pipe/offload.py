@@ -37,6 +37,9 @@ class Home:
     def wait(self) -> None:
         """Until what was fetched is there."""
 
+    def reset(self) -> None:
+        """Forgets what was fetched and not used."""
+
     def settle(self, tensors: Sequence[Tensor]) -> None:
         """Says that these have been used, and won't be for a while."""
 
@@ -74,6 +77,9 @@ class Host(Home):
             event.record()
         self._arrivals.append(event)
         return there
+
+    def reset(self) -> None:
+        self._arrivals.clear()
 
     def wait(self) -> None:
         event = self._arrivals.pop(0)
@@ -122,8 +128,9 @@ class Disk(Host):
     def settle(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             mapped = self._maps.get(tensor.untyped_storage().data_ptr())
-            if mapped is not None:  # written out, then let go of
-                mapped.flush()
+            if mapped is not None:
+                # Of a file that is shared this gives back the pages, not what is in them: the system writes
+                # that out when it likes.
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     def settle_state(self, optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from pipe import microbatch as cutting
 from pipe.across import Pending
 from pipe.agreement import Note, Opening, check_kinds, check_openings
-from pipe.assembly import Arguments, Spot, align, assemble, hold, lanes
+from pipe.assembly import Arguments, Spot, align, align_buffers, assemble, hold, lanes
 from pipe.boundary import Pytree
 from pipe.distributed.failure import LostContact
 from pipe.distributed.groups import Groups, checked_device, mesh_replicas, world_size
@@ -94,6 +94,7 @@ class Pipeline:
         self._recorder: Recorder | NoRecorder = NoRecorder()
         self._closed: str | None = None
         self._calls = 0
+        self._buffers_differ = False  # replicas' statistics, since the last step
         if not isinstance(options, str | Options):
             raise TypeError(
                 f"the second argument is an option string or an Options, not a {type(options).__name__}"
@@ -197,6 +198,8 @@ class Pipeline:
             self._calls += 1
             with preserved(self._parts.generators), torch.enable_grad():
                 execute(runs, self._transport)
+            for replica in self._replicas:
+                replica.check_layers()
             self._updates.accumulated(prepared.weight)
             loss = self._share_loss(prepared, updates=update)
             recorder.mark("o")
@@ -263,7 +266,13 @@ class Pipeline:
     def _prepare(self, kind: Kind, batch: Batch) -> Prepared:
         self._check_open()
         try:
-            return self._preparation.prepare(kind, batch, made=self._calls)
+            prepared = self._preparation.prepare(kind, batch, made=self._calls)
+            if kind.trains:
+                self._buffers_differ = self.dp > 1
+            elif self._buffers_differ:
+                align_buffers(self._parts, self._transport)
+                self._buffers_differ = False
+            return prepared
         except LostContact as error:
             self._fail(error)
 
@@ -306,7 +315,7 @@ class Pipeline:
     def _fail(self, error: BaseException, runs: Sequence[Run] = (), *, trains: bool = False) -> NoReturn:
         """Ends a call that failed. In one process the next may succeed; between processes all is over."""
         for replica in self._replicas:
-            replica.forget()
+            replica.forget(for_good=self._rank is not None)
         if trains:
             self._updates.discard()
         for run in runs:
@@ -343,8 +352,8 @@ class Pipeline:
         A collective of all ranks where `full`, and where master weights are sharded over replicas.
 
         Args:
-            full: gather all stages on the CPU of rank 0 (empty on other ranks). Otherwise this process's own
-                stages: everything, in one process. What isn't gathered for it isn't copied.
+            full: copies of all stages on the CPU of rank 0 (empty on other ranks). Otherwise this process's
+                own stages: everything, in one process; not copied, where nothing had to be gathered for it.
         """
         is_scattered = self.dp > 1 and any(
             held.is_scattered for replica in self._replicas for held in replica.held()
@@ -358,12 +367,25 @@ class Pipeline:
             if full:
                 mine = own if self._place.replica == 0 else {}
                 parts = self._transport.gather(
-                    [pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), mine)]
+                    [pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), mine)]
                 )
                 own = {index: state for part in parts or [] for index, state in part.items()}
         except LostContact as error:
             self._fail(error)
         return {name: value for index in sorted(own) for name, value in own[index].items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes parameters and persistent buffers under the unsplit model's names, as `state_dict(full=True)`
+        gives them, into this process's stages and its optimizer's master weights. Every rank calls it, with
+        the same state. The optimizer's own state stays as it is.
+
+        Raises:
+            KeyError: a state that lacks something.
+            RuntimeError: a tensor of another shape.
+        """
+        self._check_open()
+        for replica in self._replicas:
+            replica.load(state)
 
     def _states(self) -> dict[int, dict[str, Any]]:
         """The state of each stage of this process's first replica."""

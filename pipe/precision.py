@@ -10,6 +10,7 @@ Everything that floats in a stage is cast, batch norm and its statistics too (as
 """
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -136,12 +137,14 @@ class LossScaler:
     initial, floor, ceiling = 2.0**16, 1.0, 2.0**32
     window = 1000
     hysteresis = 2
+    patience = 10  # overflows in a row under a fixed scale, until somebody is told
 
     def __init__(self, fixed: float | None = None) -> None:
         self.dynamic = fixed is None
         self.scale = self.initial if fixed is None else fixed
         self.good_steps = 0
         self.left = self.hysteresis  # overflows until the scale gives way
+        self._in_a_row = 0
         self._tensors: dict[torch.device, Tensor] = {}
 
     @property
@@ -160,6 +163,13 @@ class LossScaler:
         """After each attempt to step."""
         if not self.dynamic:
             self.good_steps = 0 if overflow else self.good_steps + 1
+            self._in_a_row = self._in_a_row + 1 if overflow else 0
+            if self._in_a_row == self.patience:
+                warnings.warn(
+                    f"{self.patience} updates in a row were skipped: gradients overflow fp16 at "
+                    f"loss_scale={self.scale:g}, which is fixed (loss_scale=dynamic gives way)",
+                    stacklevel=4,
+                )
             return
         if overflow:
             self.good_steps = 0

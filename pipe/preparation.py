@@ -1,5 +1,6 @@
 """What happens before a call: the batch is cut, all ranks agree on the call, and their runs are laid out."""
 
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -102,6 +103,8 @@ class Preparation:
             count = check_notes(rows, targeted=not kind.predicts)
         if self.has_fixed_plan:
             self._check_fixed(count, kind.trains)
+        if self._parts.synchronizes and kind.trains:
+            _check_weights(rows)
         plan, programs = self._program(count, kind)
         if len(self._shapes) > _REMEMBERED_SHAPES:  # on all ranks at once: they number the same things
             self._forget_shapes()
@@ -144,6 +147,8 @@ class Preparation:
         try:
             if kind.trains and torch.is_inference_mode_enabled():
                 raise PipelineError("step can't train inside of torch.inference_mode()")
+            for replica in self._replicas:
+                replica.check_unwritten()
             cuts = cutting.cut(*batch, chunks=chunks, split_by=self._split, replicas=len(self._replicas))
             notes = [
                 self._note(kind, replica, cut, made)
@@ -189,6 +194,7 @@ class Preparation:
             call=made,
             signatures=None if inputs is None else tuple(self._signatures.of(_signature(x)) for x in inputs),
             environment=environment,
+            settings=_settings(self._parts.optimizer) if kind.updates else 0,
             trained=hash(tuple(stage.trained() for stage in replica.stages.values())),
             weights=None if targets is None else tuple(cutting.weigh(targets, self._weight)),
             loss=self._loss_info.get((kind.trains, environment)),
@@ -282,6 +288,28 @@ class Preparation:
         for replica in self._replicas:
             for stage in replica.stages.values():
                 stage.forget_shapes()
+
+
+def _check_weights(rows: Sequence[Row]) -> None:
+    """A microbatch of weight 0 has no backward, in which others' SyncBatchNorm would wait for it."""
+    for microbatch, weights in enumerate(zip(*(row.weights for row in rows), strict=True)):
+        if 0 in weights and any(weights):
+            raise ValueError(
+                f"microbatch {microbatch} weighs nothing on some replicas ({list(weights)}), where "
+                "SyncBatchNorm needs all: share the batch out so that each counts, or take BatchNorm"
+            )
+
+
+def _settings(optimizer: torch.optim.Optimizer | None) -> int:
+    """A number for the settings that are numbers, the same in every process."""
+    groups = optimizer.param_groups if optimizer else ()
+    settings = [
+        (key, value)
+        for group in groups
+        for key, value in group.items()
+        if isinstance(value, int | float | tuple)
+    ]
+    return zlib.crc32(repr(settings).encode())
 
 
 def _replica_name(replica: int, rank: int) -> str:

@@ -45,6 +45,8 @@ class Reduced:
     def begin(self, *, check: bool) -> None:
         for holding in self._holdings.values():
             holding.checks = check
+            for held in holding.held:
+                held.begin()
 
     def finish(self) -> None:
         for holding in self._holdings.values():
@@ -80,7 +82,8 @@ class Reduced:
                 continue
             here = torch.zeros(1, device=gradient.device)
             multiplier = torch.full((1,), factor, device=gradient.device)
-            torch._amp_foreach_non_finite_check_and_unscale_([gradient], here, multiplier)
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            torch._amp_foreach_non_finite_check_and_unscale_([real], here, multiplier)
             found = here.to(self._device) if found is None else found + here.to(self._device)
         return found
 

@@ -10,6 +10,7 @@ import partitioners
 from partitioners import DeviceMap
 from pipe.across import Across
 from pipe.buckets import Entry, arrange
+from pipe.errors import PipelineError
 from pipe.offload import Home
 from pipe.precision import Precision
 from pipe.shards import Held, Holding, Sharding
@@ -145,14 +146,72 @@ class Replica:
             if parameter.requires_grad != leading.requires_grad:
                 parameter.requires_grad_(leading.requires_grad)
 
+    def check_unwritten(self) -> None:
+        """Raises where parameters were written to that are only copies of what is trained."""
+        for held in self.held():
+            name = held.written()
+            if name is not None:
+                raise PipelineError(
+                    f"{name} was written to since the last call, but what is trained lives elsewhere (fp32 "
+                    "master weights, shards, other replicas): load weights before the pipeline is built, or "
+                    "with pipeline.load_state_dict"
+                )
+
+    def check_layers(self) -> None:
+        """Raises where layers have written to their own parameters in their forwards."""
+        for held in self.held():
+            name = held.written(in_call=True)
+            if name is not None:
+                raise PipelineError(
+                    f"a layer writes to {name} in its forward (Embedding(max_norm=) does), which is a copy "
+                    "with replicas, amp or zero=3: do it between steps, with pipeline.load_state_dict"
+                )
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes a state of the unsplit model: parameters, and the persistent buffers of its stages."""
+        held = {id(parameter) for one in self.held() for parameter in one.parameters}
+        names = {id(parameter): name for name, parameter in self.named.values()}
+        for stage in self.stages.values():
+            own = stage.module.state_dict(keep_vars=True)
+            missing = [name for name in own if name not in state]
+            if missing:
+                raise KeyError(
+                    f"the state lacks {missing[0]}, and {len(missing) - 1} more of stage {stage.index}"
+                )
+            for name, there in own.items():
+                if id(there) not in held:
+                    with torch.no_grad():
+                        there.copy_(state[name])
+        values = {names[id(p)]: state[name] for name, p in self._by_name() if id(p) in held}
+        for one in self.held():
+            one.load(values)
+
+    def _by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for stage in self.stages.values():
+            yield from stage.module.named_parameters(remove_duplicate=False)
+
+    def buffers(self) -> list[Tensor]:
+        """Each once."""
+        found = [buffer for stage in self.stages.values() for buffer in stage.module.buffers()]
+        return list({id(buffer): buffer for buffer in found}.values())
+
     def rest(self) -> None:
         """After a call: gives back what it gathered for it."""
         for holding in self.holdings.values():
             holding.rest()
+        for held in self.held():
+            held.note_versions()
 
-    def forget(self) -> None:
-        """What a call that failed has left behind."""
+    def forget(self, *, for_good: bool) -> None:
+        """What a call that failed has left behind.
+
+        Args:
+            for_good: whether no other call will follow.
+        """
         for stage in self.stages.values():
             stage.saved.clear()
             stage.deferred.clear()
+        if for_good:
+            for holding in self.holdings.values():
+                holding.forget()
         self.rest()

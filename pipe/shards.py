@@ -25,6 +25,8 @@ from pipe.offload import Home
 
 # Reductions under way before the oldest is waited for: each holds a bucket of gradients.
 _UNDER_WAY = 2
+# Of a flat buffer's storage, where nobody else has one: the tensor's, and the one that asks.
+_OUR_REFERENCES = 2
 
 
 class Sharding(NamedTuple):
@@ -72,15 +74,19 @@ class Held:
         self._device = parameters[0].device
         # The optimizer has only those parameters that it was made with.
         self.trains = bucket.group is not None
+        self.has_copies = False  # whether other replicas of this process have to follow
         self._rests = False  # ZeRO-3: whether the parameters are stand-ins
         self._weights, self._master = self._hold()
         self.masters = list(self._made_masters())
         self._unshards = 0
         self._arrival: Pending = done
+        self.note_versions()
         # Gradients. `_full` is as long as the bucket, `_shard` as this replica's share of it.
         self._full: Tensor | None = None
         self._shard: Tensor | None = None
         self._shard_is_empty = True
+        self._is_due = False  # whether a parameter trained in any call of this update
+        self._is_reduced = False
         self._sums: list[Tensor | None] = [None] * len(parameters)
         self._in_place: dict[int, Tensor] = {}  # of those, what autograd adds to by itself
         self.used = [False] * len(parameters)
@@ -104,6 +110,7 @@ class Held:
                     parameter.data = slot.view(weights).copy_(parameter)
                 elif parameter.dtype != bucket.dtype:
                     parameter.data = parameter.detach().to(bucket.dtype)
+        self._is_apart = master is not None
         if master is None and weights is not None and self.trains:
             master = weights[self._share.start : self._share.stop]
         if zero == 3:
@@ -113,8 +120,12 @@ class Held:
 
     def _filled(self, flat: Tensor) -> Tensor:
         """This replica's share of the parameters, as they are before they are cast."""
-        flat.zero_()
-        values = {slot: parameter for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True)}
+        self._fill(flat.zero_(), self.parameters)
+        return flat
+
+    def _fill(self, flat: Tensor, given: Sequence[Tensor]) -> None:
+        """Puts this replica's share of what is given, one for each slot, into a flat tensor."""
+        values = dict(zip(self.bucket.slots, given, strict=True))
         for piece in self.pieces:
             slot = piece.slot
             dense = torch.empty_strided(slot.shape, slot.strides, dtype=flat.dtype).copy_(
@@ -126,7 +137,6 @@ class Held:
                 elements[piece.start - slot.start : piece.stop - slot.start]
             )
         self.home.settle([flat])
-        return flat
 
     def _made_masters(self) -> Iterator[nn.Parameter]:
         """What the optimizer gets: one for each piece."""
@@ -135,8 +145,11 @@ class Held:
         if self._master is None:
             yield from self.parameters
             return
+        parameters = dict(zip(self.bucket.slots, self.parameters, strict=True))
         for piece in self.pieces:
-            yield nn.Parameter(piece.view(self._master, self._share.start))
+            master = nn.Parameter(piece.view(self._master, self._share.start))
+            master.__dict__.update(parameters[piece.slot].__dict__)  # an optimizer may look at attributes
+            yield master
 
     @torch.inference_mode(False)
     def unshard(self) -> Pending:
@@ -172,11 +185,52 @@ class Held:
             self._free(self._weights)
 
     def _free(self, weights: Tensor) -> None:
-        weights.untyped_storage().resize_(0)
         self._rests = True
         for parameter in self.parameters:
             nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)
+        storage = weights.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > _OUR_REFERENCES:
+            # Somebody has kept a view of a weight, who shall find NaN and no freed memory.
+            storage.resize_(weights.numel() * weights.element_size())
+            weights.fill_(float("nan"))
+            self._weights = weights = torch.empty_like(weights)
+            storage = weights.untyped_storage()
+        storage.resize_(0)
+
+    def forget(self) -> None:
+        """Lets go of what is under way."""
+        self._arrival = done
+
+    def note_versions(self) -> None:
+        """After a call: what is written to the parameters from now on, others write."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def written(self, *, in_call: bool = False) -> str | None:
+        """A parameter that others have written to since, though it is only a copy of what is trained.
+
+        Args:
+            in_call: in a call replicas write different things.
+        """
+        if self._is_apart or self.has_copies or (in_call and self.across.size > 1):
+            for slot, parameter, version in zip(
+                self.bucket.slots, self.parameters, self._versions, strict=True
+            ):
+                if parameter._version != version:
+                    return slot.name
+        return None
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Takes values for all parameters, in any precision, by their names in the unsplit model."""
+        given = [values[slot.name] for slot in self.bucket.slots]
+        with torch.no_grad():
+            if self._is_apart:
+                assert self._master is not None
+                self._fill(self._master, given)
+            if self._sharding.zero < 3:
+                for parameter, value in zip(self.parameters, given, strict=True):
+                    parameter.copy_(value)
+        self.note_versions()
 
     # -------------------------------------------------------------- gradients
 
@@ -225,8 +279,9 @@ class Held:
 
     def reduce(self, spares: "Spares") -> "Reduction | None":
         """Begins to add up what all replicas have collected since the last reduction."""
-        if not any(parameter.requires_grad for parameter in self.parameters):
+        if not self._is_due:
             return None  # on no replica
+        self._is_reduced = True
         if self._sharding.accumulates:
             flat = self._gradient()
             self.collect()
@@ -282,28 +337,31 @@ class Held:
 
     def spread(self) -> Pending:
         """zero=0: begins to give each replica the sums that the others have."""
-        if self._sharding.zero or not self.is_reduced:
+        if self._sharding.zero or not self._is_reduced:
             return done
         return self.across.all_gather(self._gradient(), self.bucket.cuts)
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether there is any gradient to step with."""
-        return self.gradient is not None and any(parameter.requires_grad for parameter in self.parameters)
 
     @property
     def gradient(self) -> Tensor | None:
         """The sum over all replicas, as far as this one has it to step with; None before any came."""
         if self._sharding.zero >= 2:
             return None if self._shard_is_empty else self._shard
-        return self._full if self._full is None else self._full[self._share.start : self._share.stop]
+        if self._full is None or not self._is_reduced:
+            return None
+        return self._full[self._share.start : self._share.stop]
 
     def gradient_of(self, piece: Piece, flat: Tensor) -> Tensor:
         """A piece's, in `gradient` or in a copy of it."""
         return piece.view(flat, self._share.start)
 
+    def begin(self) -> None:
+        """Before a call."""
+        self._is_due = self._is_due or any([parameter.requires_grad for parameter in self.parameters])
+
     def clear(self) -> None:
         """Forgets all gradients."""
+        self.home.reset()
+        self._is_due = self._is_reduced = False
         self._in_place.clear()
         self._sums = [None] * len(self.parameters)
         self.used = [False] * len(self.parameters)
@@ -487,6 +545,12 @@ class Holding:
     def reshard(self, stage: int) -> None:
         for held in self.by_stage.get(stage, ()):
             held.reshard()
+
+    def forget(self) -> None:
+        """What a call that failed has begun: works that are kept keep the connections."""
+        self._under_way.clear()
+        for held in self.held:
+            held.forget()
 
     def rest(self) -> None:
         self._arriving.clear()
