@@ -245,7 +245,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of weights, batches and the test images' choice (default: 0)")
     add("--images", type=positive, help="use the first so many only (default: all 1797)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "amp=" in args.pipeline:
+        parser.error("the table compares precisions: pick its rows with --precision, not amp= in --pipeline")
+    return args
 
 
 def positive(text: str) -> int:
