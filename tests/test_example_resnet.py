@@ -54,7 +54,7 @@ def test_the_table_is_the_same_in_one_process_and_in_four() -> None:
 def test_amp_in_the_option_string_would_be_every_rows() -> None:
     refused = run(sys.executable, str(SCRIPT), "--pipeline", "ranks=2 amp=fp16")
     assert refused.returncode != 0
-    assert "amp" in refused.stderr and "OptionError" in refused.stderr
+    assert "--precision" in refused.stderr
 
 
 def test_without_scikit_learn_it_says_what_to_install(tmp_path: Path) -> None:
