@@ -76,7 +76,8 @@ class _EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(parents=True, exist_ok=True)
-        unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
+        # Files are read in the order of their names: of two that one second has seen, too.
+        unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers):06d}"
         self._stream: BinaryIO = (directory / f"events.out.tfevents.{unique}.{PLUGIN}").open("ab")
         self._records = RecordWriter(self._stream)
         self.add(_first_event())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 import synthetic
 from torch.utils.tensorboard import SummaryWriter
 
+from pipe.timeline import events
 from pipe.timeline.blobs import to_blobs
 from pipe.timeline.events import Writer
 from pipe.timeline.logdir import read
@@ -72,9 +74,10 @@ def test_a_users_writer_stays_open(trace: Trace, tmp_path: Path) -> None:
         Writer(3)  # type: ignore[arg-type]
 
 
-def test_a_session_that_starts_again(tmp_path: Path) -> None:
+def test_a_session_that_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resumed from a checkpoint of step 2, training writes steps 2 and 3 again; what was behind is void."""
     plan = synthetic.plan_of("1f1b", 2, 2)
+    monkeypatch.setattr(events._EventFile, "_numbers", itertools.count(9))  # "9" sorts behind "10"
     first, second = Writer(tmp_path, first_step=0), None
     for step in range(5):
         first.write(synthetic.trace(plan, step=step, options="first"))
