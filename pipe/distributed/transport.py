@@ -317,16 +317,20 @@ class DistributedTransport:
 
     def gather(self, items: Sequence[T]) -> list[T] | None:
         (item,) = items
-        data = pickle.dumps(item)
-        lengths = self.all_gather([len(data)])
         control = self._alive().control
         try:
             if self.member != 0:
-                control.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], 0, _GATHER_TAG).wait()
+                data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+                parts = [torch.tensor([data.numel()]), data]
+                for work in [control.send([part], 0, _GATHER_TAG) for part in parts]:
+                    work.wait()
                 return None
+            lengths = [torch.empty(1, dtype=torch.int64) for _ in range(1, self.size)]
+            works = [control.recv([one], rank, _GATHER_TAG) for rank, one in enumerate(lengths, start=1)]
             found = [item]
-            for rank, length in enumerate(lengths[1:], start=1):
-                part = torch.empty(length, dtype=torch.uint8)
+            for rank, (length, work) in enumerate(zip(lengths, works, strict=True), start=1):
+                work.wait()
+                part = torch.empty(int(length), dtype=torch.uint8)
                 control.recv([part], rank, _GATHER_TAG).wait()
                 found.append(pickle.loads(part.numpy().tobytes()))
         except RuntimeError as error:
