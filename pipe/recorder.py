@@ -1,9 +1,11 @@
 """Traces each k-th step of a pipeline, and writes it and the scalars of all steps to TensorBoard."""
 
+import dataclasses
 import socket
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +16,7 @@ from pipe.preparation import Prepared
 from pipe.recording import Offsets, Record, StampClock, events_of, sends_of
 from pipe.timeline import SCALARS
 from pipe.timeline.events import Writer
-from pipe.timeline.trace import Clock, Header, Member, Trace
+from pipe.timeline.trace import Clock, Header, Trace
 from pipe.tracks import Track
 from pipe.transport import Transport
 from schedules import Plan
@@ -60,6 +62,8 @@ class Recorder:
         self._runs: Sequence[Run] = ()
         self._pending: list[tuple[int, float, Mapping[str, Any]]] = []
         self._writes = parts.rank is None or (parts.rank == 0 and parts.place.replica == 0)
+        self._thread = ThreadPoolExecutor(1, "pipe-timeline")
+        self._job: Future[None] | None = None
         self._writer: Writer | None = None
         if self._writes:
             self._guarded(lambda: self._open(target))
@@ -104,21 +108,35 @@ class Recorder:
             self._offsets.measure(self._transport, self._members)
         if gathered is not None and self._writer is not None:
             everyone = sorted((r for part in gathered for r in part), key=lambda record: record.member)
-            self._guarded(lambda: self._write(self._step, prepared, everyone, scalars))
+            header = self._header(self._step, prepared, _numbers(scalars))
+            self._settle()
+            pending, self._pending = self._pending, []
+            ahead = list(self._offsets.ahead)
+            # In a thread of its own, since this rank has waits to fill before the next trace.
+            self._job = self._thread.submit(self._write, self._writer, header, everyone, ahead, pending)
 
     def _note(self, step: int, scalars: Mapping[str, Any]) -> None:
         """The scalars of a step that isn't traced."""
         if self._writer is not None:
             self._pending.append((step, time.time(), scalars))
             if len(self._pending) >= _KEPT:
+                self._settle()
                 self._guarded(self._write_pending)
 
     def close(self) -> None:
+        self._settle()
         if self._writer is not None:
             self._guarded(self._write_pending)
         if self._writer is not None:
             self._guarded(self._writer.close)
             self._writer = None
+        self._thread.shutdown()
+
+    def _settle(self) -> None:
+        """Until what was given to the thread is written."""
+        job, self._job = self._job, None
+        if job is not None:
+            self._guarded(job.result)
 
     # ----------------------------------------------------------------- its parts
 
@@ -141,26 +159,28 @@ class Recorder:
             sends=sends_of(run.program, track, clock),
         )
 
+    @staticmethod
     def _write(
-        self, step: int, prepared: Prepared, records: Sequence[Record], scalars: Mapping[str, Any]
+        writer: Writer,
+        header: Header,
+        records: Sequence[Record],
+        ahead: Sequence[int],
+        pending: Sequence[tuple[int, float, Mapping[str, Any]]],
     ) -> None:
-        self._write_pending()
-        assert self._writer is not None
-        ahead = self._offsets.ahead
+        _write_scalars(writer, pending)
         zero = min(record.begin - ahead[record.member] for record in records)
         members = tuple(record.told(zero, ahead[record.member]) for record in records)
-        numbers = _numbers(scalars)
-        trace = Trace(self._header(step, prepared, members, numbers), members)
-        self._writer.write(trace, _tagged(numbers))
-
-    def _header(
-        self, step: int, prepared: Prepared, members: Sequence[Member], scalars: Mapping[str, float]
-    ) -> Header:
-        parts = self._parts
         duration = max(member.finish for member in members)
+        wall_time = header.wall_time - duration / 1e6
+        header = dataclasses.replace(header, duration=duration, wall_time=wall_time)
+        writer.write(Trace(header, members), _tagged(header.scalars))
+
+    def _header(self, step: int, prepared: Prepared, scalars: Mapping[str, float]) -> Header:
+        """But for when the step began, and how long it took."""
+        parts = self._parts
         return Header(
             step=step,
-            wall_time=time.time() - duration / 1e6,
+            wall_time=time.time(),
             options=parts.options.text or str(parts.options),
             schedule=parts.schedule_name,
             ranks=parts.resolved.ranks,
@@ -171,10 +191,16 @@ class Recorder:
             layer_names=tuple(name for name, _ in parts.layers),
             layer_sizes=tuple(size for _, size in parts.layers),
             plan=self._text_of(prepared.plan),
-            duration=duration,
+            duration=0.0,
             clock=Clock(parts.device.type, tuple(error / 1e3 for error in self._offsets.error)),
             scalars=scalars,
         )
+
+    def _text_of(self, plan: Plan) -> str:
+        """A plan in words, which is the same for most steps."""
+        if self._plan is not plan:
+            self._plan, self._plan_text = plan, plan.to_csv()
+        return self._plan_text
 
     def _scalars(self, loss: Tensor, metrics: Mapping[str, Tensor], samples: int | None) -> dict[str, Any]:
         """What curves over steps are drawn of, by tag."""
@@ -187,17 +213,10 @@ class Recorder:
             scalars["samples_per_second"] = samples / seconds
         return scalars
 
-    def _text_of(self, plan: Plan) -> str:
-        """A plan in words, which is the same for most steps."""
-        if self._plan is not plan:
-            self._plan, self._plan_text = plan, plan.to_csv()
-        return self._plan_text
-
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, []
-        for step, wall_time, scalars in pending:
-            if self._writer is not None:
-                self._writer.write_scalars(step, _tagged(_numbers(scalars)), wall_time)
+        assert self._writer is not None
+        _write_scalars(self._writer, pending)
 
     def _guarded(self, write: Any) -> None:
         """A disk that fails costs the trace, not the training."""
@@ -207,6 +226,11 @@ class Recorder:
             self._writer = None
             self._pending.clear()
             warnings.warn(f"no more traces are written: {type(error).__name__}: {error}", stacklevel=4)
+
+
+def _write_scalars(writer: Writer, pending: Sequence[tuple[int, float, Mapping[str, Any]]]) -> None:
+    for step, wall_time, scalars in pending:
+        writer.write_scalars(step, _tagged(_numbers(scalars)), wall_time)
 
 
 def _numbers(scalars: Mapping[str, Any]) -> dict[str, float]:
