@@ -106,10 +106,10 @@ class Recorder:
         self._traced += 1
         if self._traced % _STEPS_BETWEEN == 0:
             self._offsets.measure(self._transport, self._members)
+        self._settle()
         if gathered is not None and self._writer is not None:
             everyone = sorted((r for part in gathered for r in part), key=lambda record: record.member)
             header = self._header(self._step, prepared, _numbers(scalars))
-            self._settle()
             pending, self._pending = self._pending, []
             ahead = list(self._offsets.ahead)
             # In a thread of its own, since this rank has waits to fill before the next trace.
@@ -119,9 +119,9 @@ class Recorder:
         """The scalars of a step that isn't traced."""
         if self._writer is not None:
             self._pending.append((step, time.time(), scalars))
-            if len(self._pending) >= _KEPT:
-                self._settle()
-                self._guarded(self._write_pending)
+        if len(self._pending) >= _KEPT:
+            self._settle()
+            self._guarded(self._write_pending)
 
     def close(self) -> None:
         self._settle()
@@ -215,8 +215,8 @@ class Recorder:
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, []
-        assert self._writer is not None
-        _write_scalars(self._writer, pending)
+        if self._writer is not None:
+            _write_scalars(self._writer, pending)
 
     def _guarded(self, write: Any) -> None:
         """A disk that fails costs the trace, not the training."""
