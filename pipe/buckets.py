@@ -53,6 +53,11 @@ class Slot:
     start: int
     stop: int
 
+    def elements(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of a value of the parameter's shape, as its elements lie in the bucket."""
+        dense = torch.empty_strided(self.shape, self.strides, dtype=dtype).copy_(value.detach())
+        return dense.as_strided((dense.numel(),), (1,))
+
     def view(self, flat: Tensor, offset: int = 0) -> Tensor:
         """The parameter in a flat buffer that begins with the bucket's element `offset`."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.start - offset)

@@ -150,8 +150,7 @@ def _cut(value: Any, piece: Piece) -> Any:
         return value
     if value.shape != piece.slot.shape:
         return value.clone()
-    dense = torch.empty_strided(piece.slot.shape, piece.slot.strides, dtype=value.dtype).copy_(value)
-    flat = dense.as_strided((dense.numel(),), (1,))
+    flat = piece.slot.elements(value, value.dtype)
     start = piece.slot.start
     cut = flat[piece.start - start : piece.stop - start].to(value.device, copy=True)
     return cut.as_strided(piece.slot.shape, piece.slot.strides) if piece.is_whole else cut

@@ -61,11 +61,10 @@ class Recorder:
         self._plan_text = ""
         self._runs: Sequence[Run] = ()
         self._pending: list[tuple[int, float, Mapping[str, Any]]] = []
-        self._writes = parts.rank is None or (parts.rank == 0 and parts.place.replica == 0)
         self._thread = ThreadPoolExecutor(1, "pipe-timeline")
         self._job: Future[None] | None = None
         self._writer: Writer | None = None
-        if self._writes:
+        if not parts.rank and not parts.place.replica:
             self._guarded(lambda: self._open(target))
 
     def _open(self, target: Any) -> None:

@@ -16,7 +16,7 @@ from pipe.transport import Transport
 from schedules import ACTIVATION, REDUCE_GRAD, UNSHARD
 
 # Exchanges at the beginning, and before a traced step now and then: the narrowest of them counts.
-_EXCHANGES_AT_FIRST, _EXCHANGES_LATER, _STEPS_BETWEEN = 10, 3, 100
+_EXCHANGES_AT_FIRST, _EXCHANGES_LATER = 10, 3
 
 _COMPUTES = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 
@@ -115,16 +115,14 @@ def _events(
             source = step.takes.source
             if ready is not None:
                 if source >= 0 and placement[source] != placement[stage]:
-                    value = "a" if step.takes.value == ACTIVATION else "g"
                     ready_at = clock.ns(ready)
                     peer = placement[source]
-                    yield Event(begin, ready_at, "r", stage, microbatch, peer, value, *held)
+                    yield Event(begin, ready_at, "r", stage, microbatch, peer, _letter(step), *held)
                 begin = clock.ns(ready)
             yield Event(begin, end, _COMPUTES[step.kind], stage, microbatch, live=live, memory=memory)
         elif step.kind == Kind.SEND:
-            value = "a" if step.takes.value == ACTIVATION else "g"
             peer = placement[step.takes.destination]
-            yield Event(begin, end, "s", stage, microbatch, peer, value, live, memory)
+            yield Event(begin, end, "s", stage, microbatch, peer, _letter(step), live, memory)
         elif step.action.op in (UNSHARD, REDUCE_GRAD):
             kind = "u" if step.action.op == UNSHARD else "g"
             yield Event(begin, end, kind, stage, microbatch, live=live, memory=memory)
@@ -139,12 +137,17 @@ def sends_of(
             step.microbatch,
             step.takes.source,
             step.takes.destination,
-            "a" if step.takes.value == ACTIVATION else "g",
+            _letter(step),
             clock.ns(track.ends[position]),
         )
         for position, step in enumerate(program)
         if step.kind == Kind.SEND
     ]
+
+
+def _letter(step: Step) -> str:
+    """What a step takes, as a trace has it."""
+    return "a" if step.takes.value == ACTIVATION else "g"
 
 
 class StampClock:

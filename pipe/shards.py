@@ -128,10 +128,7 @@ class Held:
         values = dict(zip(self.bucket.slots, given, strict=True))
         for piece in self.pieces:
             slot = piece.slot
-            dense = torch.empty_strided(slot.shape, slot.strides, dtype=flat.dtype).copy_(
-                values[slot].detach()
-            )
-            elements = dense.as_strided((dense.numel(),), (1,))
+            elements = slot.elements(values[slot], flat.dtype)
             start = piece.start - self._share.start
             flat[start : start + piece.stop - piece.start].copy_(
                 elements[piece.start - slot.start : piece.stop - slot.start]
