@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,24 +68,22 @@ class _EventFile:
 
     tensorboard's EventFileWriter has a thread, whose OSErrors end up on stderr too, and we'd have to wait for
     it after each step anyway. A buffered file keeps what a full disk refused: if there is room later, the
-    records go on where they broke off.
+    records go on where they broke off. Its RecordWriter takes 120 ns for each byte's part in a checksum, in
+    Python, during which the training that it serves stands still.
     """
 
     _numbers = itertools.count()
 
     def __init__(self, directory: Path) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
         directory.mkdir(parents=True, exist_ok=True)
         # Files are read in the order of their names: of two that one second has seen, too.
         unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers):06d}"
         self._stream: BinaryIO = (directory / f"events.out.tfevents.{unique}.{PLUGIN}").open("ab")
-        self._records = RecordWriter(self._stream)
         self.add(_first_event())
 
     def add(self, event: Any) -> None:
         """In the file when this returns, so that TensorBoard shows it."""
-        self._records.write(event.SerializeToString())
+        self._stream.write(_record(event.SerializeToString()))
         self._stream.flush()
 
     def close(self) -> None:
@@ -111,6 +110,20 @@ class _UsersFile:
 
     def close(self) -> None:
         pass
+
+
+def _record(data: bytes) -> bytes:
+    """A TFRecord: the length of the data, the data, and a checksum of each."""
+    length = struct.pack("<Q", len(data))
+    return b"".join((length, _checksum(length), data, _checksum(data)))
+
+
+def _checksum(data: bytes) -> bytes:
+    """A TFRecord's: a CRC-32C, rotated by 15 bits, plus a constant, so that it differs from a plain one."""
+    from google_crc32c import value  # here, since TensorBoard's process needs none
+
+    crc: int = value(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def _event(step: int, wall_time: float, scalars: Mapping[str, float]) -> Any:
