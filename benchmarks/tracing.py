@@ -1,20 +1,20 @@
 """What does it cost to trace a step, in its time?
 
-    python benchmarks/tracing.py [--rounds 200] [--json FILE]
+    python benchmarks/tracing.py [--rounds 40] [--json FILE]
 
 The work is the GPT of benchmarks/zero.py, on 8 microbatches of 2 x 32 tokens, cut over two pipeline
 ranks, which are two gloo processes on loopback with one thread each, or share one process. Each time
-three pipelines of the same weights take turns step by step, each round in another order:
+three pipelines of the same weights take turns of ten steps, each round in another order:
 
 - off: without a recorder,
 - every step is traced, gathered to rank 0, and written to a directory (which goes afterwards),
 - every tenth is (trace_every=10), and scalars are written for the others.
 
-A step is timed between barriers, so that what rank 0 writes counts in full. The ratios are those of the
-same round, and for trace_every=10 those of ten rounds on end, of which one is traced; CPU is that of all
-ranks. The losses after the last step must be equal.
+A turn is timed between barriers, and as a whole: rank 0 writes a step while it computes the next one, so
+that steps timed one by one, in turn with those of other sides, would lay that to the others. The ratios are
+those of the same round; CPU is that of all ranks. The losses after the last step must be equal.
 
-Alone on two cores it takes about a minute; only figures of one run compare.
+Alone on two cores it takes about six minutes; only figures of one run compare.
 """
 
 import argparse
@@ -36,11 +36,12 @@ import torch
 import torch.distributed as dist
 from overhead import environment, free_port, wait
 from torch import Tensor
-from zero import LENGTH, MICROBATCHES, REPLICAS, ROWS, WARMUP, data, loss, model, orders
+from zero import LENGTH, MICROBATCHES, REPLICAS, ROWS, data, loss, model, orders
 
 RANKS = 2
 CHUNKS = REPLICAS * MICROBATCHES  # the batch is that of both replicas of benchmarks/zero.py
 EVERY = 10
+TURN = EVERY  # steps, so that one of them is traced with trace_every=10
 SIDES = {
     "off": "",
     "every step": "tensorboard={}",
@@ -72,7 +73,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> Result:
-    """Milliseconds of each side's steps, by round; their CPU time on this rank; the last losses."""
+    """Milliseconds of a step of each side, by round; their CPU time on this rank; the last losses."""
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
     barrier: Callable[[], Any] = dist.barrier if dist.is_initialized() else lambda: None
@@ -83,20 +84,21 @@ def measure(args: argparse.Namespace) -> Result:
     times: dict[str, list[float]] = {name: [] for name in SIDES}
     busy: dict[str, list[float]] = {name: [] for name in SIDES}
     losses: dict[str, float] = {}
-    for order in itertools.islice(orders(list(SIDES)), WARMUP + args.rounds):
+    for order in itertools.islice(orders(list(SIDES)), 1 + args.rounds):
         for name in order:
             barrier()
             begin, begin_busy = time.perf_counter(), time.process_time()
-            mean = steps[name]()
+            for _ in range(TURN):
+                mean = steps[name]()
             barrier()
-            times[name].append((time.perf_counter() - begin) * 1e3)
-            busy[name].append((time.process_time() - begin_busy) * 1e3)
+            times[name].append((time.perf_counter() - begin) * 1e3 / TURN)
+            busy[name].append((time.process_time() - begin_busy) * 1e3 / TURN)
             losses[name] = mean.item()
     if dist.is_initialized():
         dist.destroy_process_group()
     return {
-        "ms": {name: each[WARMUP:] for name, each in times.items()},
-        "cpu_ms": {name: each[WARMUP:] for name, each in busy.items()},
+        "ms": {name: each[1:] for name, each in times.items()},  # the first round warms up
+        "cpu_ms": {name: each[1:] for name, each in busy.items()},
         "loss": losses,
     }
 
@@ -140,13 +142,10 @@ def launch(processes: int, args: argparse.Namespace) -> Result:
 
 
 def ratio(result: Result, name: str, key: str) -> list[float]:
-    """Quartiles of a side's time over that of "off", over so many rounds as have one traced step."""
-    rounds = 1 if name == "every step" else EVERY
-    ours, off = (
-        [sum(times[at : at + rounds]) for at in range(0, len(times) - rounds + 1, rounds)]
-        for times in (result[key][name], result[key]["off"])
+    """Quartiles of a side's time over that of "off" in the same round."""
+    return statistics.quantiles(
+        [ours / off for ours, off in zip(result[key][name], result[key]["off"], strict=True)], n=4
     )
-    return statistics.quantiles([a / b for a, b in zip(ours, off, strict=True)], n=4)
 
 
 def table(results: dict[str, Result]) -> str:
@@ -183,9 +182,10 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--rounds", type=int, default=200, help="timed steps of each side (default: %(default)s)")
-    add("--timeout", type=float, default=600, help="seconds for a run (default: %(default)s)")
-    add("--json", metavar="FILE", help="write every step's time")
+    turns = f"timed turns of {TURN} steps of each side (default: %(default)s)"
+    add("--rounds", type=int, default=40, help=turns)
+    add("--timeout", type=float, default=1200, help="seconds for a run (default: %(default)s)")
+    add("--json", metavar="FILE", help="write every turn's times")
     add("--folder", help=argparse.SUPPRESS)  # in a process that this script started
     add("--out", help=argparse.SUPPRESS)
     return parser.parse_args()
