@@ -1,16 +1,17 @@
 """Traces each k-th step of a pipeline, and writes it and the scalars of all steps to TensorBoard."""
 
 import dataclasses
+import functools
 import socket
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from torch import Tensor
 
 from pipe.assembly import Parts
+from pipe.background import Background
 from pipe.executor import Run
 from pipe.preparation import Prepared
 from pipe.recording import Offsets, Record, StampClock, events_of, sends_of
@@ -25,6 +26,8 @@ from schedules import Plan
 _STEPS_BETWEEN = 100
 # Steps whose scalars are kept until they are written: reading one waits for the device.
 _KEPT = 20
+# What is written is at most so much older than what is known, and so many traces wait in memory for it.
+_SECONDS, _TRACES = 1.0, 64
 
 
 class NoRecorder:
@@ -61,8 +64,7 @@ class Recorder:
         self._plan_text = ""
         self._runs: Sequence[Run] = ()
         self._pending: list[tuple[int, float, Mapping[str, Any]]] = []
-        self._thread = ThreadPoolExecutor(1, "pipe-timeline")
-        self._job: Future[None] | None = None
+        self._background = Background("pipe-timeline", _SECONDS, _TRACES)
         self._writer: Writer | None = None
         if not parts.rank and not parts.place.replica:
             self._guarded(lambda: self._open(target))
@@ -105,37 +107,29 @@ class Recorder:
         self._traced += 1
         if self._traced % _STEPS_BETWEEN == 0:
             self._offsets.measure(self._transport, self._members)
-        self._settle()
+        if self._writer is not None:
+            self._guarded(self._write_pending)
         if gathered is not None and self._writer is not None:
             everyone = sorted((r for part in gathered for r in part), key=lambda record: record.member)
             header = self._header(self._step, prepared, _numbers(scalars))
-            pending, self._pending = self._pending, []
-            ahead = list(self._offsets.ahead)
-            # In a thread of its own, since this rank has waits to fill before the next trace.
-            self._job = self._thread.submit(self._write, self._writer, header, everyone, ahead, pending)
+            write = functools.partial(_write, self._writer, header, everyone, list(self._offsets.ahead))
+            self._guarded(lambda: self._background.put(write))
 
     def _note(self, step: int, scalars: Mapping[str, Any]) -> None:
         """The scalars of a step that isn't traced."""
         if self._writer is not None:
             self._pending.append((step, time.time(), scalars))
         if len(self._pending) >= _KEPT:
-            self._settle()
             self._guarded(self._write_pending)
 
     def close(self) -> None:
-        self._settle()
         if self._writer is not None:
             self._guarded(self._write_pending)
         if self._writer is not None:
+            self._guarded(self._background.close)
+        if self._writer is not None:
             self._guarded(self._writer.close)
-            self._writer = None
-        self._thread.shutdown()
-
-    def _settle(self) -> None:
-        """Until what was given to the thread is written."""
-        job, self._job = self._job, None
-        if job is not None:
-            self._guarded(job.result)
+        self._writer = None
 
     # ----------------------------------------------------------------- its parts
 
@@ -157,22 +151,6 @@ class Recorder:
             events=events,
             sends=sends_of(run.program, track, clock),
         )
-
-    @staticmethod
-    def _write(
-        writer: Writer,
-        header: Header,
-        records: Sequence[Record],
-        ahead: Sequence[int],
-        pending: Sequence[tuple[int, float, Mapping[str, Any]]],
-    ) -> None:
-        _write_scalars(writer, pending)
-        zero = min(record.begin - ahead[record.member] for record in records)
-        members = tuple(record.told(zero, ahead[record.member]) for record in records)
-        duration = max(member.finish for member in members)
-        wall_time = header.wall_time - duration / 1e6
-        header = dataclasses.replace(header, duration=duration, wall_time=wall_time)
-        writer.write(Trace(header, members), _tagged(header.scalars))
 
     def _header(self, step: int, prepared: Prepared, scalars: Mapping[str, float]) -> Header:
         """But for when the step began, and how long it took."""
@@ -214,8 +192,10 @@ class Recorder:
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, []
-        if self._writer is not None:
-            _write_scalars(self._writer, pending)
+        if pending and self._writer is not None:
+            # Reading them waits for the device: not there, where traces wait behind them.
+            numbers = [(step, wall_time, _numbers(scalars)) for step, wall_time, scalars in pending]
+            self._background.put(functools.partial(_write_scalars, self._writer, numbers))
 
     def _guarded(self, write: Any) -> None:
         """A disk that fails costs the trace, not the training."""
@@ -227,9 +207,18 @@ class Recorder:
             warnings.warn(f"no more traces are written: {type(error).__name__}: {error}", stacklevel=4)
 
 
-def _write_scalars(writer: Writer, pending: Sequence[tuple[int, float, Mapping[str, Any]]]) -> None:
+def _write(writer: Writer, header: Header, records: Sequence[Record], ahead: Sequence[int]) -> None:
+    zero = min(record.begin - ahead[record.member] for record in records)
+    members = tuple(record.told(zero, ahead[record.member]) for record in records)
+    duration = max(member.finish for member in members)
+    wall_time = header.wall_time - duration / 1e6
+    header = dataclasses.replace(header, duration=duration, wall_time=wall_time)
+    writer.write(Trace(header, members), _tagged(header.scalars))
+
+
+def _write_scalars(writer: Writer, pending: Sequence[tuple[int, float, Mapping[str, float]]]) -> None:
     for step, wall_time, scalars in pending:
-        writer.write_scalars(step, _tagged(_numbers(scalars)), wall_time)
+        writer.write_scalars(step, _tagged(scalars), wall_time)
 
 
 def _numbers(scalars: Mapping[str, Any]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -93,22 +94,34 @@ def test_a_summary_writer_of_the_users_own(tmp_path: Path) -> None:
     assert list(run.steps) == [0, 2] and scalars(tmp_path)["mine"] == [0, 1]
 
 
+def full(*arguments: object, **keywords: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_disk_that_fails_costs_the_trace_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: object, **keywords: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with build(f"ranks=2 chunks=4 tensorboard={tmp_path}") as pipeline:
         pipeline.step(*MLP.data(17, 0))
         monkeypatch.setattr(events.Writer, "write", full)
         with pytest.warns(UserWarning, match="no more traces are written: OSError.*No space left") as caught:
-            for step in (1, 2):  # told at the next trace
-                pipeline.step(*MLP.data(17, step))
+            pipeline.step(*MLP.data(17, 1))
+            time.sleep(1.5)  # what a step tells is written within a second, and told at the next trace
+            pipeline.step(*MLP.data(17, 2))
         assert len([w for w in caught if "traces" in str(w.message)]) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             pipeline.step(*MLP.data(17, 3))
+            pipeline.close()
+
+
+def test_a_disk_that_fails_at_the_last_step_is_told_at_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events.Writer, "write", full)
+    with pytest.warns(UserWarning, match="no more traces are written: OSError") as caught:
+        train(f"ranks=2 chunks=4 tensorboard={tmp_path}", steps=1)
+    assert len([w for w in caught if "traces" in str(w.message)]) == 1
 
 
 def test_a_directory_that_can_not_be_made(tmp_path: Path) -> None:
