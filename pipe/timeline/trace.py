@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -92,14 +92,6 @@ class Member:
         """Which events are computation."""
         return np.isin(self.kind, list(COMPUTE))
 
-    def shifted(self, by: float) -> Member:
-        """The same, so much later on the clock."""
-        sends = dataclasses.replace(self.sends, left=self.sends.left + by)
-        begin, finish = self.begin + by, self.finish + by
-        return dataclasses.replace(
-            self, begin=begin, finish=finish, start=self.start + by, end=self.end + by, sends=sends
-        )
-
 
 @dataclass(frozen=True)
 class Clock:
@@ -170,19 +162,6 @@ class Trace:
     def name_of(self, member: Member) -> str:
         """What a person calls it: its rank, and its replica where there are several."""
         return f"rank {member.rank}" + (f", replica {member.replica}" if self.header.replicas > 1 else "")
-
-
-def joined(header: Header, members: Iterable[Member]) -> Trace:
-    """The trace of members with one clock, whose zero is anywhere: `header.wall_time` is its Unix time.
-
-    0 becomes when the first member began; the header's wall time follows, and its duration is made up.
-    """
-    members = tuple(members)
-    first = min(member.begin for member in members)
-    shifted = tuple(member.shifted(-first) for member in members)
-    duration = max(float(member.end.max(initial=member.finish)) for member in shifted)
-    wall_time = header.wall_time + first / 1e6
-    return Trace(dataclasses.replace(header, wall_time=wall_time, duration=duration), shifted)
 
 
 def ticks(times: npt.ArrayLike) -> Ints:

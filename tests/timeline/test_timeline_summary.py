@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipe.timeline.costs import costs_of, predict
 from pipe.timeline.idle import CAUSES, busy_of, idle
 from pipe.timeline.summary import Summary, scalars_of, summarize, summary_data
-from pipe.timeline.trace import TICKS, Clock, Member, Sends, Trace, TraceError, joined
+from pipe.timeline.trace import TICKS, Clock, Member, Sends, Trace, TraceError
 from schedules import COMPUTE, SCHEDULES, Costs, Plan, add_collectives, forward_only, simulate
 
 NAMES = [name for name in SCHEDULES if name != "auto"]
@@ -93,7 +93,7 @@ def test_waits_without_sends_are_guessed_from_the_peer() -> None:
 def test_a_wait_whose_value_the_trace_lacks_is_the_stages() -> None:
     """A clock that is off, or a member that recorded nothing: all of the wait is then the other stage's."""
     trace = synthetic.trace(synthetic.plan_of("gpipe", 2, 2), Costs(latency=0.5))
-    late = Trace(trace.header, (trace.members[0].shifted(1e5), trace.members[1]))
+    late = Trace(trace.header, (synthetic.shifted(trace.members[0], 1e5), trace.members[1]))
     check_sums(late)
 
 
@@ -209,7 +209,7 @@ def test_ranks_that_took_turns_are_no_pipeline() -> None:
     plan = synthetic.plan_of("gpipe", 2, 3)
     trace = synthetic.trace(plan)
     shifts = (0.0, 50_000.0)
-    members = tuple(m.shifted(shift) for m, shift in zip(trace.members, shifts, strict=True))
+    members = tuple(synthetic.shifted(m, shift) for m, shift in zip(trace.members, shifts, strict=True))
     turns = Trace(dataclasses.replace(trace.header, duration=100_000.0), members)
     summary = summarize(turns)
     assert summary.took_turns and "took turns" in summary.advice[1]
@@ -260,15 +260,6 @@ def test_scalars() -> None:
     assert scalars["bubble_rank_1"] == pytest.approx(summary.members[2].bubble)
     assert scalars["peak_memory_rank_0"] == 2**30 + 2 * 2**20
     assert "peak_memory_rank_0" not in scalars_of(synthetic.trace(synthetic.plan_of("1f1b", 2, 4)))
-
-
-def test_members_are_joined_on_their_clock() -> None:
-    trace = synthetic.trace(synthetic.plan_of("1f1b", 2, 4))
-    elsewhere = dataclasses.replace(trace.header, wall_time=1e9, duration=0.0)
-    again = joined(elsewhere, (member.shifted(5e6) for member in trace.members))
-    assert again.header.wall_time == 1e9 + 5 and again.header.duration == trace.header.duration
-    assert [member.start.tolist() for member in again.members] == [m.start.tolist() for m in trace.members]
-    assert again.members[1].sends.left.tolist() == trace.members[1].sends.left.tolist()
 
 
 def test_the_clocks_bound_is_told() -> None:

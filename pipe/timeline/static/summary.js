@@ -205,7 +205,7 @@ function stages({ stages: all, slowest }) {
       },
       h("th", {}, one.stage),
       h("td", {}, one.rank),
-      h("td", {}, `${one.layers[0]}–${one.layers[1] - 1}`),
+      h("td", {}, one.layers.join("-")),
       h("td", {}, rough(one.time)),
       h(
         "td",
@@ -224,7 +224,15 @@ function stages({ stages: all, slowest }) {
       h(
         "thead",
         {},
-        h("tr", {}, ...["stage", "rank", "layers", "time", "× mean"].map((name) => h("th", {}, name))),
+        h(
+          "tr",
+          {},
+          h("th", {}, "stage"),
+          h("th", {}, "rank"),
+          h("th", { title: "As in the device map: from the first to before the last" }, "layers"),
+          h("th", {}, "time"),
+          h("th", {}, "× mean"),
+        ),
       ),
       h("tbody", {}, ...all.map(line)),
     ),
