@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,15 @@ PATIENCE = 30.0
 
 
 def missing() -> str | None:
-    """Why no browser can be started here, or None."""
+    """Why no browser can show the page here, or None."""
     if shutil.which(CHROMIUM) is None:
         return f"{CHROMIUM} is not there: apt-get install chromium"
     try:
         import playwright  # noqa: F401
     except ImportError:
         return "playwright is not there: pip install playwright (its own browsers are not needed)"
+    if not entry_points(group="tensorboard_plugins", name="pipeline"):
+        return "TensorBoard finds the plugin in an installed package only: pip install --editable ."
     return None
 
 
