@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 from browsing import ALONE, PATIENCE, Tab, actions, tensorboard
+from timeline import synthetic
 from timeline.synthetic import plan_of, write_run
 
+from pipe.timeline.events import Writer
 from pipe.timeline.summary import summarize
 from pipe.timeline.trace import Trace
 from schedules import Costs
@@ -349,3 +351,31 @@ def test_without_runs_it_says_how_to_make_one(context: Any, tmp_path: Path) -> N
             if page.locator(".notice button").is_visible():
                 page.locator(".notice button").click()
         page.close()
+
+
+def test_a_page_on_the_last_step_follows_the_run(context: Any, tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "logs" / "run")
+    for step in range(2):
+        writer.write(synthetic.trace(plan_of("1f1b", 2, 4), step=step))
+    with tensorboard(tmp_path / "logs", "--load_fast", "false", "--reload_interval", "1") as address:
+        tab = Tab(context.new_page(), address)
+        with tab.watched():
+            tab.open("run=run&step=1", "run@1")
+            writer.write(synthetic.trace(plan_of("1f1b", 2, 4), step=2))
+            reload_until(tab, "body[data-ready='run@2']")
+            tab.frame.locator("#slider").fill("0")
+            tab.wait("run@0")
+            writer.write(synthetic.trace(plan_of("1f1b", 2, 4), step=3))
+            reload_until(tab, "#slider[max='3']")
+            assert tab["step"] == 0  # looked at on purpose
+        tab.page.close()
+    writer.close()
+
+
+def reload_until(tab: Tab, selector: str) -> None:
+    """Presses TensorBoard's "reload data" as long as its server hasn't read what was written."""
+    deadline = time.monotonic() + PATIENCE
+    while tab.frame.locator(selector).count() == 0:
+        assert time.monotonic() < deadline
+        tab.page.locator("[title^='Last Updated']").first.click()
+        tab.page.wait_for_timeout(500)

@@ -11,8 +11,9 @@ export function createSteps(state, change) {
   let timer = 0;
 
   // Reads the list of steps anew, and opens one if none is open: the one that a link wants, {run, step}, or
-  // the last of the first run. A broken one is tried again.
+  // the last of the first run. A broken one is tried again. A page on the last step of a run follows the run.
   async function reload(wanted = {}) {
+    const following = state.step !== null && state.step === stepsOf().at(-1)?.step;
     try {
       state.runs = await fetchSteps();
     } catch (error) {
@@ -21,7 +22,12 @@ export function createSteps(state, change) {
         error: { title: "The list of steps cannot be read", message: error.message },
       });
     }
-    if (state.trace && !state.error) return change({});
+    if (state.trace && !state.error) {
+      const last = stepsOf().at(-1)?.step ?? state.step;
+      if (following && last !== state.step) await open(state.run, last);
+      else change({});
+      return;
+    }
     const run = state.run ?? (state.runs[wanted.run] ? wanted.run : Object.keys(state.runs)[0]);
     if (!state.runs[run]) return change({ opening: false, error: null, run: null });
     const step = state.step ?? wanted.step;
