@@ -10,23 +10,25 @@ class Background:
 
     A short job that runs amid a training step finds its code and data in no cache: it costs several times
     what it does next to others of its kind. Jobs run in the order of `put`. After one has failed no other
-    runs, and the next call of any method raises its error. What nobody flushes runs before the interpreter
-    ends.
+    runs. What nobody flushes runs before the interpreter ends; while it ends, jobs run at once.
 
     Args:
         seconds: a job has begun by then, if those before it are done.
-        most: so many may wait; the `put` of one more runs them first.
+        most: so many may wait; half of them begin at once, and the `put` of one more waits for all.
+        failed: called with the error of a job, in the thread that ran it: who has no next call would never
+            hear of it.
     """
 
-    def __init__(self, name: str, seconds: float, most: int) -> None:
-        self._seconds, self._most = seconds, most
+    def __init__(self, name: str, seconds: float, most: int, failed: Callable[[Exception], object]) -> None:
+        self._seconds, self._most, self._failed = seconds, most, failed
         # The interpreter ends no pool's thread before its work is done.
         self._pool = ThreadPoolExecutor(1, name)
         self._lock = threading.Lock()
+        self._running = threading.Lock()
         self._due = threading.Event()
         self._waiting: list[Callable[[], object]] = []
         self._batches: list[Future[None]] = []
-        self._has_failed = False
+        self.has_failed = False
 
     def put(self, job: Callable[[], object]) -> None:
         while self._batches and self._batches[0].done():
@@ -35,9 +37,17 @@ class Background:
             self.flush()
         with self._lock:
             self._waiting.append(job)
-            if len(self._waiting) == 1:
+            waiting = len(self._waiting)
+            if waiting == 1:
                 self._due.clear()
+        if waiting == 1:
+            try:
                 self._batches.append(self._pool.submit(self._run))
+            except RuntimeError:  # the interpreter ends, and starts no more threads
+                self._due.set()
+                self._run()
+        if waiting >= self._most // 2:
+            self._due.set()
 
     def flush(self) -> None:
         """Until all jobs have run."""
@@ -47,20 +57,19 @@ class Background:
 
     def close(self) -> None:
         """Runs what still waits."""
-        try:
-            self.flush()
-        finally:
-            self._pool.shutdown()
+        self.flush()
+        self._pool.shutdown()
 
     def _run(self) -> None:
         self._due.wait(self._seconds)
-        with self._lock:
-            jobs, self._waiting = self._waiting, []
-        if self._has_failed:
-            return
-        try:
-            for job in jobs:
-                job()
-        except BaseException:
-            self._has_failed = True
-            raise
+        with self._running:
+            with self._lock:
+                jobs, self._waiting = self._waiting, []
+            try:
+                for job in jobs:
+                    if self.has_failed:
+                        return
+                    job()
+            except Exception as error:
+                self.has_failed = True
+                self._failed(error)

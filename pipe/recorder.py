@@ -1,13 +1,15 @@
 """Traces each k-th step of a pipeline, and writes it and the scalars of all steps to TensorBoard."""
 
+import contextlib
 import dataclasses
 import functools
 import socket
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipe.assembly import Parts
@@ -24,10 +26,8 @@ from schedules import Plan
 
 # Traced steps between two looks at how far clocks have moved apart.
 _STEPS_BETWEEN = 100
-# Steps whose scalars are kept until they are written: reading one waits for the device.
-_KEPT = 20
-# What is written is at most so much older than what is known, and so many traces wait in memory for it.
-_SECONDS, _TRACES = 1.0, 64
+# What is written is at most so much older than what is known, and so many steps wait in memory for it.
+_SECONDS, _STEPS = 1.0, 64
 
 
 class NoRecorder:
@@ -63,15 +63,14 @@ class Recorder:
         self._plan: Plan | None = None
         self._plan_text = ""
         self._runs: Sequence[Run] = ()
-        self._pending: list[tuple[int, float, Mapping[str, Any]]] = []
-        self._background = Background("pipe-timeline", _SECONDS, _TRACES)
+        self._background = Background("pipe-timeline", _SECONDS, _STEPS, _give_up)
         self._writer: Writer | None = None
         if not parts.rank and not parts.place.replica:
-            self._guarded(lambda: self._open(target))
-
-    def _open(self, target: Any) -> None:
-        # What an earlier run has left in the directory is no part of this one.
-        self._writer = Writer(target, first_step=0)
+            try:
+                # What an earlier run has left in the directory is no part of this one.
+                self._writer = Writer(target, first_step=0)
+            except Exception as error:  # a disk that fails costs the trace, not the training
+                warnings.warn(f"nothing is traced, tensorboard={target} fails: {_told(error)}", stacklevel=3)
 
     # ------------------------------------------------------------------- a step
 
@@ -98,37 +97,31 @@ class Recorder:
         """After a step; a collective where it was traced."""
         assert self._prepared is not None
         prepared, self._prepared = self._prepared, None
-        scalars = self._scalars(loss, metrics, prepared.samples)
+        writes = self._writer is not None and not self._background.has_failed
+        scalars = self._scalars(loss, metrics, prepared.samples) if writes else {}
         if not self._runs:
-            self._note(self._step, scalars)
+            if writes:
+                self._put(functools.partial(_write_scalars, self._step, time.time(), scalars, _now(scalars)))
             return
         records, self._runs = [self._record(run) for run in self._runs], ()
         gathered = self._transport.gather([records])
         self._traced += 1
         if self._traced % _STEPS_BETWEEN == 0:
             self._offsets.measure(self._transport, self._members)
-        if self._writer is not None:
-            self._guarded(self._write_pending)
-        if gathered is not None and self._writer is not None:
+        if gathered is not None and writes:
             everyone = sorted((r for part in gathered for r in part), key=lambda record: record.member)
             header = self._header(self._step, prepared, _numbers(scalars))
-            write = functools.partial(_write, self._writer, header, everyone, list(self._offsets.ahead))
-            self._guarded(lambda: self._background.put(write))
+            self._put(functools.partial(_write_trace, header, everyone, list(self._offsets.ahead)))
 
-    def _note(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """The scalars of a step that isn't traced."""
-        if self._writer is not None:
-            self._pending.append((step, time.time(), scalars))
-        if len(self._pending) >= _KEPT:
-            self._guarded(self._write_pending)
+    def _put(self, write: Callable[[Writer], None]) -> None:
+        assert self._writer is not None
+        self._background.put(functools.partial(write, self._writer))
 
     def close(self) -> None:
+        self._background.close()
         if self._writer is not None:
-            self._guarded(self._write_pending)
-        if self._writer is not None:
-            self._guarded(self._background.close)
-        if self._writer is not None:
-            self._guarded(self._writer.close)
+            with contextlib.suppress(OSError):  # of what a full disk refused, which is told
+                self._writer.close()
         self._writer = None
 
     # ----------------------------------------------------------------- its parts
@@ -188,26 +181,18 @@ class Recorder:
             scalars["lr" if len(groups) == 1 else f"lr_group_{index}"] = group["lr"]
         if samples is not None:
             scalars["samples_per_second"] = samples / seconds
-        return scalars
-
-    def _write_pending(self) -> None:
-        pending, self._pending = self._pending, []
-        if pending and self._writer is not None:
-            # Reading them waits for the device: not there, where traces wait behind them.
-            numbers = [(step, wall_time, _numbers(scalars)) for step, wall_time, scalars in pending]
-            self._background.put(functools.partial(_write_scalars, self._writer, numbers))
-
-    def _guarded(self, write: Any) -> None:
-        """A disk that fails costs the trace, not the training."""
-        try:
-            write()
-        except Exception as error:
-            self._writer = None
-            self._pending.clear()
-            warnings.warn(f"no more traces are written: {type(error).__name__}: {error}", stacklevel=4)
+        return {name: _kept(value) for name, value in scalars.items()}
 
 
-def _write(writer: Writer, header: Header, records: Sequence[Record], ahead: Sequence[int]) -> None:
+def _give_up(error: Exception) -> None:
+    warnings.warn(f"no more traces are written: {_told(error)}", stacklevel=2)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _write_trace(header: Header, records: Sequence[Record], ahead: Sequence[int], writer: Writer) -> None:
     zero = min(record.begin - ahead[record.member] for record in records)
     members = tuple(record.told(zero, ahead[record.member]) for record in records)
     duration = max(member.finish for member in members)
@@ -216,9 +201,29 @@ def _write(writer: Writer, header: Header, records: Sequence[Record], ahead: Seq
     writer.write(Trace(header, members), _tagged(header.scalars))
 
 
-def _write_scalars(writer: Writer, pending: Sequence[tuple[int, float, Mapping[str, float]]]) -> None:
-    for step, wall_time, scalars in pending:
-        writer.write_scalars(step, _tagged(scalars), wall_time)
+def _write_scalars(
+    step: int, wall_time: float, scalars: Mapping[str, Any], done: Sequence[torch.cuda.Event], writer: Writer
+) -> None:
+    for event in done:
+        event.synchronize()
+    writer.write_scalars(step, _tagged(_numbers(scalars)), wall_time)
+
+
+def _now(scalars: Mapping[str, Any]) -> list[torch.cuda.Event]:
+    """When what devices are to compute so far is done: the thread that reads it uses another stream."""
+    devices = {value.device for value in scalars.values() if isinstance(value, Tensor)}
+    events = []
+    for device in devices:
+        events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        events[-1].record(torch.cuda.current_stream(device))
+    return events
+
+
+def _kept(value: Any) -> Any:
+    """As it is now, without waiting for a device."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().clone()
+    return float(value)
 
 
 def _numbers(scalars: Mapping[str, Any]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import socket
@@ -21,6 +22,7 @@ class SummaryWriter(Protocol):
     """What we need of torch's: its `file_writer`, which is None once it is closed."""
 
     file_writer: Any
+    log_dir: str
 
 
 class Writer:
@@ -78,20 +80,31 @@ class _EventFile:
         directory.mkdir(parents=True, exist_ok=True)
         # Files are read in the order of their names: of two that one second has seen, too.
         unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers):06d}"
-        self._stream: BinaryIO = (directory / f"events.out.tfevents.{unique}.{PLUGIN}").open("ab")
+        self._path = directory / f"events.out.tfevents.{unique}.{PLUGIN}"
+        self._stream: BinaryIO = self._path.open("ab")
+        self._counts_links = self._links > 0  # some file systems don't
         self.add(_first_event())
 
     def add(self, event: Any) -> None:
         """In the file when this returns, so that TensorBoard shows it."""
+        if self._counts_links and not self._links:
+            raise FileNotFoundError(errno.ENOENT, "somebody deleted it", str(self._path))
         self._stream.write(_record(event.SerializeToString()))
         self._stream.flush()
+
+    @property
+    def _links(self) -> int:
+        return os.fstat(self._stream.fileno()).st_nlink
 
     def close(self) -> None:
         self._stream.close()
 
 
 class _UsersFile:
-    """The event file of torch's SummaryWriter."""
+    """The event file of torch's SummaryWriter; once that is closed, one beside it.
+
+    What a step tells may be written a little later: after the end of a `with SummaryWriter(...)`.
+    """
 
     def __init__(self, writer: SummaryWriter) -> None:
         if not hasattr(writer, "file_writer"):
@@ -99,17 +112,22 @@ class _UsersFile:
                 f"traces go to a directory, or to a torch.utils.tensorboard.SummaryWriter, not to {writer!r}"
             )
         self._writer = writer
+        self._beside: _EventFile | None = None
 
     def add(self, event: Any) -> None:
         file_writer = self._writer.file_writer
         if file_writer is None:
-            raise OSError("the SummaryWriter is closed")
+            if self._beside is None:
+                self._beside = _EventFile(Path(self._writer.log_dir))
+            self._beside.add(event)
+            return
         file_writer.add_event(event, event.step, event.wall_time)
         # Its thread writes the file: a flush waits for it, and raises what it stumbled over.
         file_writer.flush()
 
     def close(self) -> None:
-        pass
+        if self._beside is not None:
+            self._beside.close()
 
 
 def _record(data: bytes) -> bytes:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from pipe.background import Background
 
 
+def unexpected(error: Exception) -> None:
+    raise error
+
+
 def test_jobs_run_in_order_and_in_another_thread() -> None:
-    background = Background("jobs", seconds=60, most=100)
+    background = Background("jobs", seconds=60, most=100, failed=unexpected)
     found: list[tuple[int, str]] = []
     for number in range(50):
         background.put(lambda number=number: found.append((number, threading.current_thread().name)))
@@ -27,7 +30,7 @@ def test_jobs_run_in_order_and_in_another_thread() -> None:
 
 
 def test_a_job_runs_without_a_flush_once_its_time_is_up() -> None:
-    background = Background("jobs", seconds=0.05, most=100)
+    background = Background("jobs", seconds=0.05, most=100, failed=unexpected)
     for _ in range(3):  # and so does one that comes after a batch has run
         ran = threading.Event()
         background.put(ran.set)
@@ -36,7 +39,7 @@ def test_a_job_runs_without_a_flush_once_its_time_is_up() -> None:
 
 
 def test_jobs_that_come_while_a_batch_runs_are_not_lost() -> None:
-    background = Background("jobs", seconds=0, most=10)
+    background = Background("jobs", seconds=0, most=10, failed=unexpected)
     found: list[int] = []
     for number in range(2000):
         background.put(lambda number=number: found.append(number))
@@ -45,7 +48,7 @@ def test_jobs_that_come_while_a_batch_runs_are_not_lost() -> None:
 
 
 def test_no_more_than_so_many_wait() -> None:
-    background = Background("jobs", seconds=60, most=4)
+    background = Background("jobs", seconds=60, most=4, failed=unexpected)
     found: list[int] = []
     for number in range(11):
         background.put(lambda number=number: found.append(number))
@@ -54,30 +57,65 @@ def test_no_more_than_so_many_wait() -> None:
     assert found == list(range(11))
 
 
-@pytest.mark.parametrize("call", ["put", "flush", "close"])
-def test_after_a_failure_nothing_runs_and_the_next_call_tells(call: str) -> None:
+def test_after_a_failure_nothing_runs_and_its_error_is_told_once() -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")
 
-    background = Background("jobs", seconds=0.05, most=100)
+    told: list[Exception] = []
+    has_told = threading.Event()
+    background = Background("jobs", seconds=0.05, most=100, failed=lambda e: (told.append(e), has_told.set()))
     found: list[int] = []
     background.put(lambda: found.append(0))
     background.put(fail)
     background.put(lambda: found.append(1))
-    if call == "put":
-        time.sleep(1)
-    with pytest.raises(OSError, match="No space left"):
-        background.put(lambda: found.append(2)) if call == "put" else getattr(background, call)()
-    if call != "close":
-        background.put(lambda: found.append(3))
+    assert has_told.wait(30), "nobody needs to call for it"
+    background.put(fail)
+    background.flush()
+    background.close()
+    assert found == [0] and background.has_failed
+    assert [str(error) for error in told] == ["[Errno 28] No space left on device"]
+
+
+def test_an_error_of_the_telling_is_the_next_calls() -> None:
+    """Where warnings are errors."""
+
+    def fail(*_: object) -> None:
+        raise UserWarning("told")
+
+    background = Background("jobs", seconds=0.05, most=100, failed=fail)
+    background.put(fail)
+    with pytest.raises(UserWarning):
         background.close()
-    assert found == [0]
+    background.close()
+    assert "jobs_0" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_what_nobody_flushed_runs_before_the_interpreter_ends() -> None:
-    code = """
-from pipe.background import Background
-Background("jobs", 0.2, 100).put(lambda: print("it ran", flush=True))
-"""
+@pytest.mark.parametrize(
+    "code",
+    [
+        "Background('jobs', 0.2, 100, print).put(lambda: print('it ran', flush=True))",
+        """
+background = Background('jobs', 0.2, 100, print)
+atexit.register(background.close)
+background.put(lambda: print('it ran', flush=True))
+""",
+        """
+background = Background('jobs', 60, 100, print)
+def train():
+    time.sleep(1)  # the main thread has ended by then
+    background.put(lambda: print('it ran', flush=True))
+threading.Thread(target=train).start()
+""",
+        """
+background = Background('jobs', 60, 100, print)
+background.put(lambda: None)
+background.flush()
+atexit.register(lambda: (background.put(lambda: print('it ran', flush=True)), background.close()))
+""",
+    ],
+    ids=["nobody flushes", "closed atexit", "thread outlives main", "put atexit"],
+)
+def test_all_runs_before_the_interpreter_ends(code: str) -> None:
+    code = f"import atexit, threading, time\nfrom pipe.background import Background\n{code}"
     command = [sys.executable, "-c", code]
     assert subprocess.check_output(command, text=True, timeout=60) == "it ran\n"

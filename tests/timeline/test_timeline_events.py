@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import subprocess
 import sys
 import threading
@@ -68,10 +69,28 @@ def test_a_users_writer_stays_open(trace: Trace, tmp_path: Path) -> None:
         writer.write(trace)
         writer.close()
         theirs.add_scalar("later", 1.0)
-    with pytest.raises(OSError, match="the SummaryWriter is closed"):
-        writer.write(trace)
     with pytest.raises(TypeError, match=r"to a torch\.utils\.tensorboard\.SummaryWriter, not to 3"):
         Writer(3)  # type: ignore[arg-type]
+
+
+def test_a_users_writer_that_is_closed_first(tmp_path: Path) -> None:
+    plan = synthetic.plan_of("1f1b", 2, 2)
+    with SummaryWriter(tmp_path) as theirs:
+        writer = Writer(theirs)
+        writer.write(synthetic.trace(plan, step=0))
+    for step in (1, 2):
+        writer.write(synthetic.trace(plan, step=step))
+    writer.close()
+    assert read(tmp_path)["."].steps == (0, 1, 2)
+
+
+def test_a_file_that_somebody_deletes(trace: Trace, tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run")
+    writer.write(trace)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match="deleted"):
+        writer.write(trace)
+    writer.close()
 
 
 def test_a_session_that_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

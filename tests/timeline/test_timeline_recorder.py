@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import threading
 import time
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,10 +34,14 @@ def train(options: str, steps: int = 3, **settings: Any) -> None:
 
 def scalars(directory: Path) -> dict[str, list[int]]:
     """The steps of each curve, as TensorBoard has them."""
+    return {tag: [step for step, _ in curve] for tag, curve in curves_of(directory).items()}
+
+
+def curves_of(directory: Path) -> dict[str, list[tuple[int, float]]]:
     accumulator = EventAccumulator(str(directory))
     accumulator.Reload()
     tags = accumulator.Tags()["scalars"]
-    return {tag: [event.step for event in accumulator.Scalars(tag)] for tag in tags}
+    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
 
 
 @pytest.mark.parametrize("schedule", [name for name in schedules.names() if name != "csv"])
@@ -98,36 +106,82 @@ def full(*arguments: object, **keywords: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.parametrize("wait", [False, True])
 def test_a_disk_that_fails_costs_the_trace_and_not_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with build(f"ranks=2 chunks=4 tensorboard={tmp_path}") as pipeline:
-        pipeline.step(*MLP.data(17, 0))
-        monkeypatch.setattr(events.Writer, "write", full)
-        with pytest.warns(UserWarning, match="no more traces are written: OSError.*No space left") as caught:
+    with pytest.warns(UserWarning, match="no more traces are written: OSError.*No space left") as caught:
+        with build(f"ranks=2 chunks=4 tensorboard={tmp_path}") as pipeline:
+            pipeline.step(*MLP.data(17, 0))
+            monkeypatch.setattr(events.Writer, "write", full)
             pipeline.step(*MLP.data(17, 1))
-            time.sleep(1.5)  # what a step tells is written within a second, and told at the next trace
+            if wait:
+                deadline = time.monotonic() + 30
+                while not of_traces(caught):  # without a call that it could be told to
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
             pipeline.step(*MLP.data(17, 2))
-        assert len([w for w in caught if "traces" in str(w.message)]) == 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            pipeline.step(*MLP.data(17, 3))
-            pipeline.close()
+    assert len(of_traces(caught)) == 1
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("pipe-timeline")]
 
 
-def test_a_disk_that_fails_at_the_last_step_is_told_at_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events.Writer, "write", full)
-    with pytest.warns(UserWarning, match="no more traces are written: OSError") as caught:
-        train(f"ranks=2 chunks=4 tensorboard={tmp_path}", steps=1)
-    assert len([w for w in caught if "traces" in str(w.message)]) == 1
+def of_traces(caught: pytest.WarningsRecorder) -> list[str]:
+    return [str(one.message) for one in caught if "trace" in str(one.message)]
 
 
 def test_a_directory_that_can_not_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="no more traces"):
-        train(f"ranks=2 chunks=4 tensorboard={tmp_path / 'file'}")
+    target = tmp_path / "file"
+    with pytest.warns(UserWarning, match=f"nothing is traced, tensorboard={target} fails: ") as caught:
+        train(f"ranks=2 chunks=4 tensorboard={target}")
+    assert len(of_traces(caught)) == 1
+
+
+def test_a_directory_that_is_deleted_meanwhile(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no more traces are written: .*deleted") as caught:
+        with build(f"ranks=2 chunks=4 tensorboard={tmp_path / 'run'}") as pipeline:
+            pipeline.step(*MLP.data(17, 0))
+            shutil.rmtree(tmp_path / "run")
+            pipeline.step(*MLP.data(17, 1))
+    assert len(of_traces(caught)) == 1
+
+
+def test_a_summary_writer_that_is_closed_first(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        pipeline = build("ranks=2 chunks=4 trace_every=2", tensorboard=writer)
+        for step in range(6):
+            pipeline.step(*MLP.data(17, step))
+    pipeline.close()
+    (run,) = read(tmp_path).values()
+    assert list(run.steps) == [0, 2, 4] and scalars(tmp_path)["pipeline/loss"] == list(range(6))
+
+
+def test_scalars_are_those_of_their_step(tmp_path: Path) -> None:
+    """A learning rate in a tensor, or the loss that `step` returned, may change in place afterwards."""
+    with build(f"ranks=2 chunks=4 tensorboard={tmp_path} trace_every=9") as pipeline:
+        losses = []
+        for step in range(4):
+            loss = pipeline.step(*MLP.data(17, step))
+            losses.append(float(loss))
+            loss.zero_()
+    assert [value for _, value in curves_of(tmp_path)["pipeline/loss"]] == pytest.approx(losses)
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit", "del pipeline"])
+def test_a_pipeline_that_nobody_closes_writes_all(end: str, tmp_path: Path) -> None:
+    code = f"""
+from reference import MLP, build
+pipeline = build("ranks=2 chunks=4 tensorboard={tmp_path}/run trace_every=4")
+for step in range(6):
+    pipeline.step(*MLP.data(17, step))
+{end}
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    (run,) = read(tmp_path / "run").values()
+    assert list(run.steps) == [0, 4] and scalars(tmp_path / "run")["pipeline/loss"] == list(range(6))
 
 
 def test_what_is_refused() -> None:
