@@ -1,5 +1,6 @@
 """Runs small jobs in a thread, many at a time."""
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +11,8 @@ class Background:
 
     A short job that runs amid a training step finds its code and data in no cache: it costs several times
     what it does next to others of its kind. Jobs run in the order of `put`. After one has failed no other
-    runs. What nobody flushes runs before the interpreter ends; while it ends, jobs run at once.
+    runs. What nobody flushes runs before the interpreter ends; while it ends, jobs run at once. A forked
+    child has no such thread: what it puts is dropped.
 
     Args:
         seconds: a job has begun by then, if those before it are done.
@@ -23,6 +25,7 @@ class Background:
         self._seconds, self._most, self._failed = seconds, most, failed
         # The interpreter ends no pool's thread before its work is done.
         self._pool = ThreadPoolExecutor(1, name)
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._due = threading.Event()
@@ -31,6 +34,8 @@ class Background:
         self.has_failed = False
 
     def put(self, job: Callable[[], object]) -> None:
+        if self._is_forked:
+            return
         while self._batches and self._batches[0].done():
             self._batches.pop(0).result()
         if len(self._waiting) >= self._most:
@@ -51,6 +56,8 @@ class Background:
 
     def flush(self) -> None:
         """Until all jobs have run."""
+        if self._is_forked:
+            return
         self._due.set()
         while self._batches:
             self._batches.pop(0).result()
@@ -58,7 +65,12 @@ class Background:
     def close(self) -> None:
         """Runs what still waits."""
         self.flush()
-        self._pool.shutdown()
+        if not self._is_forked:
+            self._pool.shutdown()
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
 
     def _run(self) -> None:
         self._due.wait(self._seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -88,6 +89,24 @@ def test_an_error_of_the_telling_is_the_next_calls() -> None:
         background.close()
     background.close()
     assert "jobs_0" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_neither_waits_for_the_thread_nor_runs_its_jobs() -> None:
+    code = """
+import os, sys
+from pipe.background import Background
+background = Background("jobs", 60, 4, print)
+background.put(lambda: print("once", flush=True))
+if child := os.fork():
+    background.close()
+    sys.exit(os.waitpid(child, 0)[1])
+for _ in range(9):
+    background.put(lambda: print("twice", flush=True))
+background.close()
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    assert subprocess.check_output(command, text=True, timeout=60) == "once\n"
 
 
 @pytest.mark.parametrize(
