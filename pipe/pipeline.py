@@ -202,12 +202,13 @@ class Pipeline:
                 replica.check_layers()
             self._updates.accumulated(prepared.weight)
             loss = self._share_loss(prepared, updates=update)
-            recorder.mark("o")
+            recorder.mark("c")
             if update:
                 reduced = functools.partial(recorder.mark, "g")
                 self.metrics |= self._updates.update(self._transport, reduced=reduced)
             self._rest()
-            recorder.mark("o")
+            if update:
+                recorder.mark("o")
             recorder.finish(loss, self.metrics)
         except BaseException as error:
             self._fail(error, runs, trains=True)

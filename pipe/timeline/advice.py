@@ -32,7 +32,10 @@ def advice(
     if slowest is not None:
         yield _on_balance(trace, slowest, move)
     if took_turns:
-        yield "No two ranks ever computed at once: they took turns, as all ranks of one process do."
+        yield (
+            "No two ranks ever computed at once. Those of one process take turns; between processes, "
+            "microbatches this short end before the next rank begins: give each more to compute."
+        )
     else:
         yield from _on_idle_time(trace, times)
 

@@ -16,7 +16,7 @@ CAUSES = {
     "gradient": "until a gradient was made, on another rank",
     "communication": "until what was made arrived; SENDs that block; UNSHARDs; reductions by themselves",
     "optimizer": "after the schedule's end",
-    "overhead": "the agreement, and where no event is: the engine's own time",
+    "overhead": "agreements, and where no event is: the engine's own time",
 }
 """The causes of idle time, and what each means."""
 
@@ -56,13 +56,14 @@ class Idle(NamedTuple):
 def idle(trace: Trace) -> Idle:
     """The whole step of every member, each tick with one cause, or busy."""
     begin, end = schedule_of(trace)
+    computed = max((_computing(member, end)[1] for member in trace.members), default=end)
     duration = max([int(ticks(trace.header.duration)), end, *map(_last, trace.members)])
     sources = trace.header.num_stages + 1
     labels = _FIRST_WAIT + len(_VALUES) * sources
     rows = []
     for member, received in zip(trace.members, receives(trace), strict=True):
-        canvas = _Canvas(_times(member, received, end, duration))
-        _paint(canvas, member, received, end, sources)
+        canvas = _Canvas(_times(member, received, (computed, end, duration)))
+        _paint(canvas, member, received, (computed, end), sources)
         rows.append(canvas.totals(labels))
     table = np.array(rows, np.int64).reshape(-1, labels)
     waits = table[:, _FIRST_WAIT:].reshape(-1, len(_VALUES), sources)
@@ -87,8 +88,9 @@ def busy_of(member: Member) -> int:
     return int(np.maximum(ends - np.maximum(starts, covered), 0).sum())
 
 
-def _paint(canvas: _Canvas, member: Member, received: Receives, end: int, sources: int) -> None:
+def _paint(canvas: _Canvas, member: Member, received: Receives, until: tuple[int, int], sources: int) -> None:
     """Lays the causes on each other: what is known best comes last."""
+    computed, end = until
     starts, ends = ticks(member.start), ticks(member.end)
     first, last = _computing(member, end)
     canvas.fill(0, first, _WARM_UP)
@@ -104,6 +106,8 @@ def _paint(canvas: _Canvas, member: Member, received: Receives, end: int, source
         }.items():
             if kind in phase:
                 canvas.fill_all(starts[of_kind], ends[of_kind], label, low, high)
+    agrees = member.kind == "c"  # on the loss: as long as others compute, that waits for them
+    canvas.fill_all(starts[agrees], ends[agrees], _OVERHEAD, computed)
     _paint_waits(canvas, member, received, (first, last), sources)
     canvas.fill_all(starts[member.is_compute], ends[member.is_compute], _BUSY)
 
@@ -126,10 +130,10 @@ def _waits(member: Member, received: Receives) -> tuple[Ints, Ints, Ints]:
     return starts, ends, np.clip(ticks(made), starts, ends)
 
 
-def _times(member: Member, received: Receives, end: int, duration: int) -> Ints:
-    """All at which a cause may change."""
-    parts = (ticks(member.start), ticks(member.end), _waits(member, received)[2], [0, end, duration])
-    times: Ints = np.unique(np.clip(np.concatenate(parts), 0, duration))
+def _times(member: Member, received: Receives, borders: tuple[int, int, int]) -> Ints:
+    """All at which a cause may change; the last border is the step's end."""
+    parts = (ticks(member.start), ticks(member.end), _waits(member, received)[2], [0, *borders])
+    times: Ints = np.unique(np.clip(np.concatenate(parts), 0, borders[-1]))
     return times
 
 

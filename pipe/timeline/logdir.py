@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,11 +40,21 @@ class Run:
 
     def trace(self, step: int) -> Trace:
         """A traced step. Raises a `TraceError` where it can't be read, and a KeyError where there is none."""
-        return from_blobs(self._blobs(step))
+        with self._named(step):
+            return from_blobs(self._blobs(step))
 
     def header(self, step: int) -> Header:
         """Its header alone."""
-        return read_header(self._blobs(step)[0])
+        with self._named(step):
+            return read_header(self._blobs(step)[0])
+
+    @contextmanager
+    def _named(self, step: int) -> Iterator[None]:
+        """Errors say which step they are of."""
+        try:
+            yield
+        except TraceError as error:
+            raise TraceError(f"step {step} of run {self.name}: {error}") from None
 
     def _blobs(self, step: int) -> list[bytes]:
         place = self.places[step]
@@ -64,7 +75,8 @@ def read(logdir: str | os.PathLike[str]) -> dict[str, Run]:
     """
     root = Path(logdir)
     if not root.is_dir():
-        raise NotADirectoryError(f"no such directory: {root}")
+        kind = "not a directory, but a file" if root.exists() else "no such directory"
+        raise NotADirectoryError(f"{kind}: {root}")
     runs: dict[str, Run] = {}
     for path in _event_files(root):
         name = path.parent.relative_to(root).as_posix()

@@ -33,6 +33,7 @@ class Provided:
             {
                 "run": run,
                 "steps": list(steps),
+                "wall_time": [datum.wall_time for datum in steps.values()],
                 "duration": [_times(shown.get((run, "step_seconds"), {}).get(step), 1e6) for step in steps],
                 "bubble": [_times(shown.get((run, "bubble"), {}).get(step), 1.0) for step in steps],
             }

@@ -37,11 +37,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runs]:
     costs = Costs(latency=0.05)
     slow = Costs(F=[1, 2, 1, 1, 1, 1, 1, 1], latency=0.05)
     return logdir, {
+        "wide": write_run(logdir / "wide", plan_of("1f1b", 16, 256), costs, steps=1),
         "plain": write_run(logdir / "plain", plan_of("1f1b", 2, 6), costs, steps=5, schedule="1f1b"),
         "virtual": write_run(
             logdir / "virtual", plan_of("interleaved(2)", 4, 8), slow, steps=3, every=10, memory=True
         ),
-        "wide": write_run(logdir / "wide", plan_of("1f1b", 16, 256), costs, steps=1),
     }
 
 
@@ -68,11 +68,11 @@ def virtual(runs: tuple[Path, Runs]) -> list[Trace]:
     return runs[1]["virtual"]
 
 
-def test_tab_appears_and_shows_the_last_step_of_the_first_run(tab: Tab, plain: list[Trace]) -> None:
+def test_tab_appears_and_shows_the_last_step_of_the_latest_run(tab: Tab, virtual: list[Trace]) -> None:
     tab.page.goto(tab.address)
     tab.page.get_by_role("tab", name="Pipeline").click()
-    tab.wait("plain@4")
-    assert tab["bars.total"] == actions(plain[4])
+    tab.wait("virtual@20")
+    assert tab["bars.total"] == actions(virtual[2])
 
 
 def test_bars_are_the_actions_of_the_plan(tab: Tab, plain: list[Trace], virtual: list[Trace]) -> None:
@@ -379,3 +379,26 @@ def reload_until(tab: Tab, selector: str) -> None:
         assert time.monotonic() < deadline
         tab.page.locator("[title^='Last Updated']").first.click()
         tab.page.wait_for_timeout(500)
+
+
+def test_a_link_to_a_run_that_is_not_there_says_so(tab: Tab) -> None:
+    tab.page.goto("about:blank")
+    tab.page.goto(f"{tab.address}#pipeline&p.pipeline.run=nowhere&p.pipeline.step=3")
+    tab.frame.wait_for_selector("body[data-state='broken']")
+    notice = tab.frame.locator(".notice")
+    assert "There is no run nowhere" in notice.inner_text() and "plain" in notice.inner_text()
+    notice.locator("button").click()  # shows what there is
+    tab.wait()
+
+
+def test_keys_work_once_the_pointer_is_on_the_page(tab: Tab) -> None:
+    tab.open("run=plain&step=2", "plain@2")
+    tab.page.mouse.move(*tab.place(0, 0))
+    tab.page.keyboard.press("p")
+    tab.until("it.predicted")
+    field = tab.page.evaluate_handle("document.body.appendChild(document.createElement('input'))")
+    field.focus()  # as in a search field of TensorBoard
+    tab.page.mouse.move(2, 2)
+    tab.page.mouse.move(*tab.place(0, 0))
+    tab.page.keyboard.type("p")
+    assert field.input_value() == "p" and tab["predicted"]

@@ -30,6 +30,7 @@ def record(options: str, steps: int) -> None:
 @pytest.fixture(scope="module")
 def logdir(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     logdir = tmp_path_factory.mktemp("engine") / "runs"
+    workers.run(record, 4, f"ranks=2 dp=2 chunks=4 tensorboard={logdir}/replicas", 2)
     workers.run(record, 2, f"ranks=2 chunks=4 tensorboard={logdir}/two", 5)
     workers.run(record, 4, f"ranks=4 chunks=8 schedule=interleaved(2) tensorboard={logdir}/four", 3)
     return logdir
@@ -115,3 +116,17 @@ def test_summary_names_the_slowest_stage(tab: Tab, runs: Runs) -> None:
     assert f"{summary.bubble * 100:.1f} %" in text
     assert summary.slowest is not None
     assert tab.frame.locator("tr.slowest").get_attribute("data-stage") == str(summary.slowest.stage)
+
+
+@pytest.mark.parametrize("width", [1000, 1400, 1800])
+def test_nothing_of_the_summary_is_cut_off(tab: Tab, width: int) -> None:
+    tab.open("run=replicas&step=1", "replicas@1", alone=True)
+    size = tab.page.viewport_size
+    tab.page.set_viewport_size({"width": width, "height": 860})
+    try:
+        assert tab.frame.locator(".causes thead th").count() >= 7  # most causes, and so a wide table
+        assert (
+            tab.frame.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('aside'))") == 0
+        )
+    finally:
+        tab.page.set_viewport_size(size)

@@ -212,7 +212,7 @@ def test_ranks_that_took_turns_are_no_pipeline() -> None:
     members = tuple(synthetic.shifted(m, shift) for m, shift in zip(trace.members, shifts, strict=True))
     turns = Trace(dataclasses.replace(trace.header, duration=100_000.0), members)
     summary = summarize(turns)
-    assert summary.took_turns and "took turns" in summary.advice[1]
+    assert summary.took_turns and "at once" in summary.advice[1]
     assert not summarize(trace).took_turns
     assert costs_of(turns).latency == 0.0
 
@@ -284,3 +284,35 @@ def test_a_large_step_takes_seconds_at_most() -> None:
     start = time.process_time()
     summary: Summary = summarize(trace)
     assert time.process_time() - start < 10 and summary.slowest is not None
+
+
+def test_sharing_the_loss_is_neither_drain_nor_optimizer() -> None:
+    """Behind the last computation of all it is the engine's time; before, it waits for who still computes."""
+    trace = synthetic.trace(synthetic.plan_of("gpipe", 2, 2))
+    first, last = trace.members  # rank 0 has the last backward
+    computed = float(first.end[first.is_compute].max())
+    own = float(last.end[last.is_compute].max())
+    assert own < computed
+
+    def sharing(member: Member) -> Member:
+        done = float(member.end[member.is_compute].max())
+        kept = member.end <= done  # without the optimizer
+        columns = {
+            name: getattr(member, name)[kept]
+            for name in ("kind", "stage", "microbatch", "peer", "value", "start", "end", "live")
+        }
+        columns["kind"] = np.append(columns["kind"], "c")
+        for name in ("stage", "microbatch", "peer"):
+            columns[name] = np.append(columns[name], -1)
+        columns["value"] = np.append(columns["value"], "")
+        columns["start"] = np.append(columns["start"], done)
+        columns["end"] = np.append(columns["end"], computed + 2000.0)
+        columns["live"] = np.append(columns["live"], 0)
+        return dataclasses.replace(member, **columns)
+
+    reduced = dataclasses.replace(trace.header, duration=computed + 3000.0)
+    before, after = summarize(trace), summarize(Trace(reduced, (sharing(first), sharing(last))))
+    for old, new in zip(before.members, after.members, strict=True):
+        assert new.causes["drain"] == pytest.approx(old.causes["drain"])
+        assert new.causes["overhead"] == pytest.approx(old.causes["overhead"] + 2000.0)
+        assert new.causes["optimizer"] == pytest.approx(1000.0)

@@ -4,7 +4,7 @@ import { createChart } from "./chart.js";
 import { h } from "./dom.js";
 import { createNotice } from "./empty.js";
 import { createHelp } from "./help.js";
-import { readLink, watchDarkMode, watchReloads, writeLink } from "./host.js";
+import { readLink, takeFocus, watchDarkMode, watchReloads, writeLink } from "./host.js";
 import { followKeys } from "./keyboard.js";
 import { createLegend } from "./legend.js";
 import { createMoving, rangeOf, wholeOf } from "./moving.js";
@@ -77,6 +77,7 @@ export function start(root) {
 
   followPointer(chart, intents);
   followKeys(intents);
+  document.addEventListener("pointerenter", takeFocus);
   state.dark = watchDarkMode((dark) => change({ dark }));
   watchReloads(intents.reload);
   openLink(readLink());

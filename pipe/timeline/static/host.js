@@ -55,6 +55,17 @@ export function writeLink(values) {
   }
 }
 
+// Keys are for the page as soon as the pointer is on it, unless one is writing something in TensorBoard.
+export function takeFocus() {
+  try {
+    const { activeElement } = window.parent.document;
+    const isWriting = activeElement?.matches("input, textarea, select, [contenteditable]");
+    if (!document.hasFocus() && !isWriting) window.focus();
+  } catch {
+    // A click does it.
+  }
+}
+
 // Calls back when TensorBoard has read its logs again.
 export function watchReloads(reloaded) {
   try {

@@ -1,12 +1,12 @@
 // Asks the plugin's routes. Addresses are relative: the page's base is the plugin's data prefix, wherever
 // TensorBoard is mounted.
 
-// {run: [{step, duration, bubble}]}, steps ascending; runs without steps are left out. What a step's scalars do
+// {run: [{step, wallTime, duration, bubble}]}, steps ascending; runs without steps are left out. What a step's scalars do
 // not tell is null.
 export async function fetchSteps() {
   const { runs } = await ask("./steps");
-  const rows = ({ steps, duration, bubble }) =>
-    steps.map((step, at) => ({ step, duration: duration[at], bubble: bubble[at] }));
+  const rows = ({ steps, wall_time: wallTime, duration, bubble }) =>
+    steps.map((step, at) => ({ step, wallTime: wallTime[at], duration: duration[at], bubble: bubble[at] }));
   return Object.fromEntries(runs.filter(({ steps }) => steps.length).map((one) => [one.run, rows(one)]));
 }
 

@@ -11,7 +11,7 @@ export function createSteps(state, change) {
   let timer = 0;
 
   // Reads the list of steps anew, and opens one if none is open: the one that a link wants, {run, step}, or
-  // the last of the first run. A broken one is tried again. A page on the last step of a run follows the run.
+  // the latest of all. A broken one is tried again. A page on the last step of a run follows the run.
   async function reload(wanted = {}) {
     const following = state.step !== null && state.step === stepsOf().at(-1)?.step;
     try {
@@ -28,8 +28,12 @@ export function createSteps(state, change) {
       else change({});
       return;
     }
-    const run = state.run ?? (state.runs[wanted.run] ? wanted.run : Object.keys(state.runs)[0]);
-    if (!state.runs[run]) return change({ opening: false, error: null, run: null });
+    const run = state.run ?? wanted.run ?? latest();
+    if (run === undefined) return change({ opening: false, error: null, run: null });
+    if (!state.runs[run]) {
+      const message = `Traces are there of: ${Object.keys(state.runs).join(", ") || "no run yet"}`;
+      return change({ opening: false, error: { title: `There is no run ${run}`, message } });
+    }
     const step = state.step ?? wanted.step;
     await open(run, step === undefined ? state.runs[run].at(-1).step : nearest(run, Number(step)));
   }
@@ -60,6 +64,12 @@ export function createSteps(state, change) {
     } catch ({ message }) {
       return [null, { title: `Step ${step} of ${run} cannot be read`, message }];
     }
+  }
+
+  function latest() {
+    const written = (run) => stepsOf(run).at(-1).wallTime;
+    const runs = Object.keys(state.runs);
+    return runs.length ? runs.reduce((one, other) => (written(other) > written(one) ? other : one)) : undefined;
   }
 
   function stepsOf(run = state.run) {

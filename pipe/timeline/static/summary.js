@@ -14,7 +14,7 @@ const CAUSES = [
     "comm.",
     "waiting for what was already made to arrive, for sends, weights and reductions",
   ],
-  ["overhead", "engine", "the agreement before the step, and between events: the engine's own time"],
+  ["overhead", "engine", "agreements before and after the schedule, and between events: the engine's own time"],
   ["drain", "drain", "after the rank's last computation, until the last rank's"],
   ["optimizer", "optim.", "after the schedule: clipping, optimizer step"],
 ];
@@ -54,11 +54,11 @@ function headline(summary, other) {
       { class: "figure", title },
       h("span", {}, name),
       h("b", {}, write(value(summary))),
-      other && h("em", {}, change(value(summary), value(other))),
+      other && h("em", { title: "In the step compared with, and how much more or less" }, change(value(summary), value(other))),
     );
   const longer = (here, there) => `${rough(there)}, ${signed(there / here - 1, (share) => percent(share))}`;
   const points = (here, there) =>
-    `${percent(there)}, ${signed(100 * (there - here), (value) => value.toFixed(1))}`;
+    `${percent(there)}, ${signed(100 * (there - here), (value) => value.toFixed(1))} points`;
   return h(
     "div",
     { class: "figures" },

@@ -109,7 +109,7 @@ function whereOf({ header }, member, { stage, microbatch, kind }) {
     const [start, stop] = header.layers[stage];
     parts.unshift(`stage ${stage}`);
     parts.push(
-      stop - start > 1 ? `layers ${start} to ${stop - 1}` : `layer ${header.layer_names[start] ?? start}`,
+      stop - start > 1 ? `layers ${start}-${stop}` : `layer ${header.layer_names[start] ?? start}`,
     );
   }
   if ("rs".includes(kind) && microbatch >= 0) parts.unshift(`microbatch ${microbatch}`);
